@@ -1,0 +1,91 @@
+// Every option of a session, in one table: its names, unit, limits, and whether all ranks must agree on it.
+//
+// The command line, case files, environment variables, the check that ranks agree, and the help text all walk this table.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "switchyard/status.hpp"
+#include "switchyard/types.hpp"
+
+namespace switchyard {
+
+struct Options {
+    // ---- shape: equal on all ranks
+    int64_t hidden = 0;      ///< H, width of a token, >= 1
+    int64_t topk = 0;        ///< K, experts per token, >= 1
+    int64_t experts = 0;     ///< E, routed experts of the whole group, >= 1; the first E mod R ranks own one more
+    int64_t tokens_max = 0;  ///< the most tokens any rank passes to one dispatch, >= 0
+    TokenType dtype = TokenType::f16;
+
+    // ---- number formats: equal on all ranks
+    Format dispatch_quant = Format::none;
+    Format combine_quant = Format::none;
+    MxRule mx_rule = MxRule::floor;
+    MxOverflow mx_overflow = MxOverflow::saturate;
+    Fp8Scale fp8_scale = Fp8Scale::f32;
+
+    // ---- form of the results: equal on all ranks
+    TokenNums expert_token_nums = TokenNums::count;
+    int64_t expert_alignment = 1;  ///< rows of each expert start at a multiple of this: 1, 16, 32 or 128
+    bool deliver_weights = false;  ///< topk_weights travel with the rows: batch.weights()
+
+    // ---- how it is done: equal on all ranks, never changes a result
+    Landing landing = Landing::automatic;
+    CombinePath combine_path = CombinePath::automatic;
+    int64_t depth = 2;     ///< dispatches in flight before the oldest must be combined or dropped, 1..64
+    int64_t rows_max = 0;  ///< rows a rank can receive in one dispatch; 0 = the worst case, tokens_max * topk * ranks
+
+    // ---- this rank only
+    int64_t workers = 1;  ///< threads that move rows, the caller's included, 1..64
+    Simd simd = Simd::automatic;
+    int64_t timeout_ms = 30000;  ///< deadline of one call, in milliseconds, >= 1
+
+    RowFormat dispatch_format() const { return {dispatch_quant, mx_rule, mx_overflow, fp8_scale}; }
+    RowFormat combine_format() const { return {combine_quant, mx_rule, mx_overflow, fp8_scale}; }
+};
+
+/// One line of the table. Values are integers; an option with `values` is an enum or a number with a name for each value.
+struct OptionInfo {
+    const char* name;   ///< field of Options and key of case.json, e.g. "dispatch_quant"
+    const char* flags;  ///< on the command line, aliases after a comma, e.g. "--topk,--k"
+    const char* unit;   ///< "rows", "ms", or "" for a choice
+    bool agreed;        ///< must be equal on all ranks
+    int64_t low, high;  ///< allowed, both included
+    const char* help;
+    int64_t (*get)(const Options&);
+    void (*set)(Options&, int64_t);
+    /// Names of a choice, "f16=0 bf16=1 f32=2"; several names may stand for one value, the first is printed. Empty: a number.
+    const char* values;
+};
+
+/// The table, in the order in which a difference between ranks is looked for.
+SY_API std::span<const OptionInfo> option_table();
+
+/// The line of that name, or null.
+SY_API const OptionInfo* find_option(std::string_view name);
+
+/// Value of an option as text: the name of a choice or the number.
+SY_API std::string option_text(const OptionInfo& info, const Options& options);
+
+/// Sets an option from text (a name or a number). bad_input names the option, the text and what is allowed.
+SY_API Status set_option(Options& options, const OptionInfo& info, std::string_view text);
+
+/// Sets from the environment: SWITCHYARD_<NAME> for every option, e.g. SWITCHYARD_TIMEOUT_MS=5000.
+SY_API Status set_options_from_environment(Options& options);
+
+/// Everything about one rank's options that is wrong without asking another rank; `ranks` is the size of the group.
+SY_API Status check_options(const Options& options, int64_t ranks);
+
+/// First and last+1 expert that a rank owns under the default contiguous placement.
+struct ExpertRange {
+    int64_t first;
+    int64_t last;
+    int64_t count() const { return last - first; }
+};
+SY_API ExpertRange experts_of(int64_t rank, int64_t ranks, int64_t experts);
+
+}  // namespace switchyard

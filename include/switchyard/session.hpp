@@ -1,0 +1,174 @@
+// A session: one rank's membership in an expert-parallel group. Open it once, then dispatch and combine once per MoE layer.
+//
+//   auto session = Session::open(options, Group::from_environment());      // torchrun's variables, or `switchyard run`
+//   ExpertBatch batch = session.dispatch({.x = x, .tokens = T, .topk_ids = ids});
+//   ... the experts of this rank read batch.row(i) or batch.expand_x() and write batch.y() ...
+//   session.combine(batch, {.topk_weights = weights, .out = out});
+//
+// All ranks make the same calls in the same order. Calls of one session come from one thread at a time; different sessions
+// are independent. dispatch and combine allocate nothing, wait at most until their deadline, and throw Error: every rank of
+// the group then gets an error too, and (except after peer_lost, peer_closed) the session goes on with the next dispatch.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "switchyard/options.hpp"
+#include "switchyard/status.hpp"
+#include "switchyard/types.hpp"
+
+namespace switchyard {
+
+namespace ep {
+struct Flight;
+}
+
+/// Who belongs together: the ranks of one group are processes of one user on one host.
+struct SY_API Group {
+    int rank = 0;
+    int size = 1;
+    std::string name = "default";  ///< equal on all ranks; groups that live at the same time on one host have different names
+    std::string token;             ///< equal on all ranks; a process without it is refused
+
+    /// From RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun sets them, and SWITCHYARD_TOKEN (may be missing). `label`
+    /// tells groups of one job apart. Throws bad_input when a variable is missing or not a number, or when
+    /// LOCAL_WORLD_SIZE says that the job spans several hosts.
+    static Group from_environment(const std::string& label = "");
+};
+
+/// Input of dispatch. Pointers may be null where there are no tokens.
+struct DispatchArgs {
+    const void* x = nullptr;              ///< [T,H] of options.dtype; rows are dense inside
+    int64_t tokens = 0;                   ///< T, 0..tokens_max; may differ between ranks
+    int64_t row_stride = 0;               ///< elements from one row of x to the next; 0 = hidden
+    const int32_t* topk_ids = nullptr;    ///< [T,K], 0..experts-1, or -1 for an unused slot
+    const float* topk_weights = nullptr;  ///< [T,K]; needed only with options.deliver_weights
+    uint64_t tag = 0;                     ///< if set, must be equal on all ranks: (layer, step), say
+    int64_t timeout_ms = 0;               ///< deadline of this call; 0 = the session's
+};
+
+/// Input of combine.
+struct CombineArgs {
+    const void* y = nullptr;              ///< [N,H] of options.dtype, rows in the batch's order; null = batch.y() was filled
+    const float* topk_weights = nullptr;  ///< [T,K] of the tokens dispatched; null = weight 1
+    const void* shared = nullptr;         ///< [T,H] output of shared experts, added unweighted; null = none
+    void* out = nullptr;                  ///< [T,H] of options.dtype, dense, written whole; may be null when T = 0
+    int64_t timeout_ms = 0;               ///< deadline of this call; 0 = the session's
+};
+
+/// The rows this rank received in one dispatch. Views into the window, no copy: valid until combine or destruction.
+/// Destroying a batch that was not combined drops it: the other ranks' combine of it fails at once with peer_left.
+class SY_API ExpertBatch {
+ public:
+    ExpertBatch() = default;
+    ExpertBatch(ExpertBatch&& other) noexcept;
+    ExpertBatch& operator=(ExpertBatch&& other) noexcept;
+    ~ExpertBatch();
+
+    /// One row in its wire format.
+    struct Row {
+        const std::byte* payload;  ///< [H] elements: of dtype, or one byte each when quantised
+        const std::byte* scales;   ///< [S] scales, or null
+    };
+
+    int64_t rows() const;          ///< N, pad rows of expert_alignment included
+    int64_t tokens() const;        ///< T of this rank's own dispatch
+    uint64_t epoch() const;        ///< number of this dispatch
+    const void* expand_x() const;  ///< [N,H], rows by (local expert, source rank, token, k); payload_bytes() each.
+                                   ///< With landing in_place the first call copies all rows here: prefer row() or gather()
+    const void* dynamic_scales() const;  ///< [N,S], scale_bytes() each; null without quantisation. in_place: as expand_x()
+    int64_t payload_bytes() const;
+    int64_t scale_bytes() const;
+    std::span<const int32_t> assist_info_for_combine() const;  ///< [N,3] (source rank, token, k); -1 in pad rows
+    std::span<const int64_t> expert_token_nums() const;        ///< [L] rows of each local expert, or their running sum
+    std::span<const int32_t> ep_recv_count() const;            ///< [L*R] running sum over (local expert, source rank)
+    std::span<const int64_t> expert_offsets() const;           ///< [L+1] first row of each local expert, pad rows counted
+    const float* weights() const;                              ///< [N] topk weights; null unless options.deliver_weights
+    void* y() const;  ///< [N,H] of dtype in the window: write the experts' output here and combine copies nothing.
+                      ///< Streaming stores to it must be fenced by the thread that made them.
+
+    /// Row i of 0..N-1, wherever the landing keeps it.
+    Row row(int64_t i) const;
+
+    /// Copies rows first..first+count-1 of a local expert, in wire format, to `tile` [count, payload_bytes] and, when
+    /// quantised and wanted, `tile_scales` [count, scale_bytes]. Throws bad_input outside the expert's rows.
+    void gather(int64_t expert, int64_t first, int64_t count, void* tile, void* tile_scales = nullptr) const;
+
+    /// The same decoded: `tile` [count,H] f32.
+    void gather_f32(int64_t expert, int64_t first, int64_t count, float* tile) const;
+
+ private:
+    friend class Session;
+    ExpertBatch(std::shared_ptr<void> session, ep::Flight* flight, uint64_t epoch);
+    const ep::Flight& flight() const;
+
+    std::shared_ptr<void> session_;  // keeps the window mapped
+    ep::Flight* flight_ = nullptr;
+    uint64_t epoch_ = 0;
+};
+
+/// What a session has done since it opened, on this rank.
+struct SessionStats {
+    uint64_t dispatches = 0, combines = 0;
+    uint64_t rows_sent = 0;         ///< (token, k) pairs written by dispatch, own rank included
+    uint64_t rows_received = 0;     ///< without pad rows
+    uint64_t bytes_sent = 0;        ///< payload, scales, source info written by dispatch, own rank included
+    uint64_t bytes_sent_peers = 0;  ///< the part of it that went to other ranks
+    uint64_t bytes_home = 0;        ///< bytes of experts' rows read (or pushed) by combine
+    int64_t wait_ns_counts = 0;     ///< waiting for the peers' counts (and for a slot)
+    int64_t wait_ns_rows = 0;       ///< waiting for the peers' rows
+    int64_t wait_ns_returned = 0;   ///< waiting for the experts' output
+};
+
+class SY_API Session {
+ public:
+    /// Opens this rank's session: meets the others, compares every agreed option, maps the windows. Allocates everything;
+    /// waits at most options.timeout_ms. Every rank of the group gets the same outcome. Throws Error: bad_input,
+    /// mismatch (ranks disagree; names both and the option), timed_out, peer_lost, system.
+    static Session open(const Options& options, const Group& group);
+
+    /// Ranks as threads of this process: session r belongs to the thread that plays rank r.
+    static std::vector<Session> open_local(const Options& options, int ranks);
+    /// The same with each rank's own options; they are compared as between processes.
+    static std::vector<Session> open_local(std::span<const Options> options);
+
+    Session(Session&&) noexcept;
+    Session& operator=(Session&&) noexcept;
+    ~Session();  ///< close()
+
+    /// Sends each token to the ranks of its experts and returns the rows this rank's experts received.
+    /// Waits for the counts and rows of all ranks. Throws Error; no row has moved anywhere when the input of any rank was bad.
+    ExpertBatch dispatch(const DispatchArgs& args);
+
+    /// Where the next dispatch's tokens may be written, [tokens_max,H] of dtype: with landing in_place and no quantisation a
+    /// dispatch whose x is this place copies nothing. Null otherwise. Waits until every rank has finished reading the epoch
+    /// that used the slot before (at once after a combine); the place is good for the very next dispatch.
+    void* x();
+
+    /// Sums each token's rows: out[t] = sum over k of weights[t,k] * y(row of t,k), in k order, in f32, rounded once.
+    /// Waits for the experts' output of all ranks. Uses the batch up, whatever happens, unless it is refused as stale.
+    void combine(ExpertBatch& batch, const CombineArgs& args);
+    void combine(ExpertBatch&& batch, const CombineArgs& args) { combine(batch, args); }
+
+    /// Leaves the group; further calls throw. Never waits. The other ranks' calls that need this rank fail with peer_closed.
+    void close();
+
+    int rank() const;
+    int size() const;
+    const Options& options() const;  ///< with every `automatic` and 0 replaced by what is used
+    const char* simd_name() const;   ///< instruction set of the kernels in use
+    int64_t experts_local() const;   ///< L
+    int64_t window_bytes() const;    ///< address space reserved per rank; only touched pages cost memory
+    SessionStats stats() const;
+
+ private:
+    struct Impl;
+    explicit Session(std::shared_ptr<Impl> impl);
+    std::shared_ptr<Impl> impl_;
+};
+
+}  // namespace switchyard

@@ -1,0 +1,346 @@
+/* Switchyard from C, and from everything that calls C: the interface of session.hpp, call for call.
+ *
+ *   sy_options options;
+ *   sy_options_init(&options, sizeof options);
+ *   options.hidden = 7168; options.topk = 8; options.experts = 256; options.tokens_max = 4096; options.dtype = SY_BF16;
+ *   sy_session* session = NULL;
+ *   if (sy_open_from_environment(&options, "", &session) != SY_OK) puts(sy_last_error());
+ *
+ *   sy_batch batch;
+ *   sy_dispatch_args out = {.struct_size = sizeof out, .x = x, .tokens = tokens, .topk_ids = ids};
+ *   sy_dispatch(session, &out, &batch);
+ *   sy_batch_view view = {.struct_size = sizeof view};
+ *   sy_batch_get(&batch, &view);      ... the experts of this rank sy_batch_gather_f32() their rows and write view.y ...
+ *   sy_combine_args home = {.struct_size = sizeof home, .topk_weights = weights, .out = result};
+ *   sy_combine(session, &batch, &home);
+ *   sy_free(&session);
+ *
+ * Conventions
+ *
+ * 1. Every function that can fail returns an int32_t code: SY_OK, or why not. sy_last_error() then holds the text: what
+ *    happened, expected against found, what to do next. No exception leaves a call.
+ * 2. A struct starts with `struct_size`, which the caller sets to sizeof its type. Structs only ever grow at their end. What a
+ *    caller with an older header does not know takes its default; what a library older than its caller does not know must be
+ *    zero, and is refused otherwise.
+ * 3. Null is refused with a text wherever something is needed. Pointers to rows may be null where there are no rows.
+ * 4. T tokens, H hidden, K topk, E experts, R ranks, L experts of this rank, N rows received, S scales of a row. [N,H] is
+ *    row-major and dense. Sizes and strides count what their names say; `bytes` are bytes.
+ * 5. All ranks make the same calls in the same order. Calls of one session, its batches included, come from one thread at a
+ *    time; different sessions are independent.
+ * 6. Opening allocates everything. sy_dispatch, sy_combine and the functions of a batch allocate nothing unless they fail.
+ *    Only sy_open*, sy_session_x, sy_dispatch and sy_combine wait, until their deadline at most.
+ * 7. After an error of sy_dispatch or sy_combine every rank of the group gets one too, and (except after SY_PEER_LOST and
+ *    SY_PEER_CLOSED) the session goes on with the next dispatch.
+ */
+#ifndef SWITCHYARD_SWITCHYARD_H
+#define SWITCHYARD_SWITCHYARD_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Part of the library's interface: visible to those who link it. */
+#ifndef SY_API
+#ifdef __cplusplus
+#define SY_API [[gnu::visibility("default")]]
+#else
+#define SY_API __attribute__((visibility("default")))
+#endif
+#endif
+
+#define SY_VERSION_MAJOR 0
+#define SY_VERSION_MINOR 1
+#define SY_VERSION_PATCH 0
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ------------------------------------------------------------------------------------------------------------- errors */
+
+/* Kinds of trouble; the numbers of switchyard::Code. */
+enum {
+    SY_OK = 0,
+    SY_BAD_INPUT = 1,   /* an argument, id, shape or option is outside what is allowed; the text names it */
+    SY_MISMATCH = 2,    /* ranks disagree about an option, a shape or a version; the text names the pair and the field */
+    SY_CAPACITY = 3,    /* more rows than the window holds; the text gives the number needed */
+    SY_STALE = 4,       /* a batch used twice, after its session closed, or with another session */
+    SY_DEPTH = 5,       /* one dispatch more in flight than the session's depth */
+    SY_PEER_LOST = 6,   /* a rank's process ended */
+    SY_PEER_CLOSED = 7, /* a rank closed its session */
+    SY_PEER_LEFT = 8,   /* a rank gave this epoch up, for a reason of its own */
+    SY_TIMED_OUT = 9,   /* the deadline of the call passed; the text says who was awaited */
+    SY_SYSTEM = 10,     /* the operating system refused something, memory included */
+    SY_CORRUPT = 11     /* a peer's window or message holds what no correct peer writes */
+};
+
+/* The name of a code as it stands in texts, "bad_input"; "unknown" for other numbers. Never null. */
+SY_API const char* sy_code_name(int32_t code);
+
+/* The text of the last call of this thread that failed; "" before the first. Calls that succeed leave it alone. Never null;
+ * valid until a call of this thread fails again or the thread ends. */
+SY_API const char* sy_last_error(void);
+
+/* The version of the library that runs, "0.1.0"; SY_VERSION_* are those of the header. */
+SY_API const char* sy_version(void);
+
+/* ------------------------------------------------------------------------------------------------------------ options */
+
+/* Values of the choices among the options. dtype: */
+enum { SY_F16 = 0, SY_BF16 = 1, SY_F32 = 2 };
+
+/* dispatch_quant: 0..4; combine_quant: 0, 5, 6 */
+enum {
+    SY_NONE = 0,
+    SY_INT8_TOKEN = 1,
+    SY_MXFP8_E5M2 = 2,
+    SY_MXFP8_E4M3 = 3,
+    SY_FP8_E4M3_BLOCK128 = 4,
+    SY_INT8_BLOCK8 = 5,
+    SY_INT8_BLOCK128 = 6
+};
+
+/* mx_rule, mx_overflow, fp8_scale, expert_token_nums, landing, combine_path, in this order */
+enum { SY_MX_FLOOR = 0, SY_MX_CEIL = 1 };
+enum { SY_MX_SATURATE = 0, SY_MX_INF = 1 };
+enum { SY_FP8_SCALE_F32 = 0, SY_FP8_SCALE_UE8M0 = 1 };
+enum { SY_NUMS_CUMSUM = 0, SY_NUMS_COUNT = 1 };
+enum { SY_LANDING_AUTO = 0, SY_LANDING_PACKED = 1, SY_LANDING_PADDED = 2, SY_LANDING_IN_PLACE = 3 };
+enum { SY_COMBINE_AUTO = 0, SY_COMBINE_READ = 1, SY_COMBINE_PUSH = 2 };
+
+/* simd */
+enum {
+    SY_SIMD_AUTO = 0,
+    SY_SIMD_SCALAR = 1,
+    SY_SIMD_SSSE3 = 2,
+    SY_SIMD_SSE4 = 3,
+    SY_SIMD_AVX2 = 4,
+    SY_SIMD_AVX512 = 5,
+    SY_SIMD_AVX512_DL = 6,
+    SY_SIMD_NEON = 7
+};
+
+/* The options of a session. Meaning, unit and limits of each field: options.hpp, or sy_option_at(). deliver_weights: 0 = no,
+ * anything else = yes. */
+typedef struct sy_options {
+    size_t struct_size;
+    /* shape: equal on all ranks */
+    int64_t hidden;
+    int64_t topk;
+    int64_t experts;
+    int64_t tokens_max;
+    int64_t dtype;
+    /* number formats: equal on all ranks */
+    int64_t dispatch_quant;
+    int64_t combine_quant;
+    int64_t mx_rule;
+    int64_t mx_overflow;
+    int64_t fp8_scale;
+    /* form of the results: equal on all ranks */
+    int64_t expert_token_nums;
+    int64_t expert_alignment;
+    int64_t deliver_weights;
+    /* how it is done: equal on all ranks, never changes a result */
+    int64_t landing;
+    int64_t combine_path;
+    int64_t depth;
+    int64_t rows_max;
+    /* this rank only */
+    int64_t workers;
+    int64_t simd;
+    int64_t timeout_ms;
+} sy_options;
+
+/* One line of the table of options. The texts live as long as the library. */
+typedef struct sy_option_info {
+    size_t struct_size;
+    const char* name;   /* field of sy_options */
+    const char* flags;  /* on the command line, aliases after a comma */
+    const char* unit;   /* "rows", "ms", or "" for a choice */
+    const char* values; /* names of a choice, "f16=0 bf16=1 f32=2"; "" for a number */
+    const char* help;
+    int64_t low, high; /* allowed, both included */
+    int64_t agreed;    /* 1: must be equal on all ranks */
+} sy_option_info;
+
+/* Sets struct_size and every field to its default. struct_size: sizeof(sy_options) as the caller knows it. The defaults of
+ * hidden, topk and experts are 0 and must be replaced. */
+SY_API int32_t sy_options_init(sy_options* options, size_t struct_size);
+
+/* Sets an option by name from text, a number or the name of a choice: ("dispatch_quant", "mxfp8_e5m2"). On error, which names
+ * what is allowed, nothing has changed. */
+SY_API int32_t sy_options_set(sy_options* options, const char* name, const char* text);
+
+/* Writes an option as such a text, with its final 0, to text [text_bytes]. SY_BAD_INPUT when it does not fit; 32 bytes
+ * are enough for every option of today. */
+SY_API int32_t sy_options_get(const sy_options* options, const char* name, char* text, size_t text_bytes);
+
+/* Sets options from the environment: SWITCHYARD_<NAME>, e.g. SWITCHYARD_TIMEOUT_MS=5000. On error nothing has changed. */
+SY_API int32_t sy_options_from_environment(sy_options* options);
+
+/* Everything that can be found wrong with one rank's options, in a group of `ranks`, without asking another rank. */
+SY_API int32_t sy_options_check(const sy_options* options, int64_t ranks);
+
+/* The table of options: how many, and line `index`, 0..count-1. */
+SY_API int64_t sy_option_count(void);
+SY_API int32_t sy_option_at(int64_t index, sy_option_info* info);
+
+/* First, and last + 1, expert that a rank owns. */
+SY_API int32_t sy_experts_of(int64_t rank, int64_t ranks, int64_t experts, int64_t* first, int64_t* last);
+
+/* ------------------------------------------------------------------------------------------------------------ session */
+
+/* One rank's membership in a group. */
+typedef struct sy_session sy_session;
+
+/* Who belongs together: the ranks of one group are processes of one user on one host. */
+typedef struct sy_group {
+    size_t struct_size;
+    int32_t rank;
+    int32_t size;
+    const char* name;  /* equal on all ranks, different for groups that live at the same time; null = "default" */
+    const char* token; /* equal on all ranks; a process without it is refused; null = "" */
+} sy_group;
+
+/* What is fixed once a session is open. */
+typedef struct sy_session_info {
+    size_t struct_size;
+    int64_t rank;
+    int64_t size;          /* R */
+    int64_t experts_local; /* L */
+    int64_t window_bytes;  /* address space reserved per rank; only touched pages cost memory */
+    const char* simd_name; /* instruction set of the kernels in use; lives as long as the library */
+} sy_session_info;
+
+/* What a session has done since it opened, on this rank. */
+typedef struct sy_stats {
+    size_t struct_size;
+    uint64_t dispatches;
+    uint64_t combines;
+    uint64_t rows_sent;        /* (token, k) pairs written by dispatch, own rank included */
+    uint64_t rows_received;    /* without pad rows */
+    uint64_t bytes_sent;       /* payload, scales, source info written by dispatch, own rank included */
+    uint64_t bytes_sent_peers; /* the part of it that went to other ranks */
+    uint64_t bytes_home;       /* bytes of experts' rows read (or pushed) by combine */
+    int64_t wait_ns_counts;    /* waiting for the peers' counts (and for a slot) */
+    int64_t wait_ns_rows;      /* waiting for the peers' rows */
+    int64_t wait_ns_returned;  /* waiting for the experts' output */
+} sy_stats;
+
+/* Opens this rank's session: meets the others, compares every agreed option, maps the windows. Every rank of the group gets the
+ * same outcome. Waits at most options.timeout_ms. On error *session is null. The caller frees it with sy_free(). */
+SY_API int32_t sy_open(const sy_options* options, const sy_group* group, sy_session** session);
+
+/* The same; the group is what RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT (as torchrun sets them) and SWITCHYARD_TOKEN say.
+ * `label` tells groups of one job apart; null = "". */
+SY_API int32_t sy_open_from_environment(const sy_options* options, const char* label, sy_session** session);
+
+/* Ranks as threads of this process: fills sessions [ranks]; sessions[r] belongs to the thread that plays rank r. On error
+ * every element is null. Each is freed on its own. */
+SY_API int32_t sy_open_local(const sy_options* options, int32_t ranks, sy_session** sessions);
+
+/* The same with each rank's own options [ranks]; they are compared as between processes. */
+SY_API int32_t sy_open_local_each(const sy_options* const* options, int32_t ranks, sy_session** sessions);
+
+/* Leaves the group: the other ranks' calls that need this rank fail with SY_PEER_CLOSED, this session's further calls and those
+ * of its batches with SY_STALE. Never waits. Closing again does nothing. */
+SY_API int32_t sy_close(sy_session* session);
+
+/* Closes, gives all memory back and sets *session to null; does nothing when it is null already. Ends the views of all its
+ * batches, whose functions, like those of any copy of the handle, must not be called any more: they cannot tell. */
+SY_API int32_t sy_free(sy_session** session);
+
+/* These three also work on a closed session. `options`: with every automatic and 0 replaced by what is used. */
+SY_API int32_t sy_session_get(const sy_session* session, sy_session_info* info);
+SY_API int32_t sy_session_options(const sy_session* session, sy_options* options);
+SY_API int32_t sy_session_stats(const sy_session* session, sy_stats* stats);
+
+/* ----------------------------------------------------------------------------------------------------- dispatch, combine */
+
+/* The rows this rank received in one dispatch: a ticket, to be handed on and copied as it is. All copies end together, with
+ * sy_combine, sy_drop or sy_close; one that has ended is refused with SY_STALE until its session is freed. */
+typedef struct sy_batch {
+    sy_session* session; /* null = none */
+    uint64_t epoch;      /* number of the dispatch */
+} sy_batch;
+
+typedef struct sy_dispatch_args {
+    size_t struct_size;
+    const void* x;             /* [T,H] of options.dtype; rows are dense inside, at any address */
+    int64_t tokens;            /* T, 0..tokens_max; may differ between ranks */
+    int64_t row_stride;        /* elements from one row of x to the next; 0 = hidden */
+    const int32_t* topk_ids;   /* [T,K], 0..experts-1, or -1 for an unused slot */
+    const float* topk_weights; /* [T,K]; needed only with options.deliver_weights */
+    uint64_t tag;              /* if set, must be equal on all ranks: (layer, step), say */
+    int64_t timeout_ms;        /* deadline of this call; 0 = the session's */
+} sy_dispatch_args;
+
+typedef struct sy_combine_args {
+    size_t struct_size;
+    const void* y;             /* [N,H] of options.dtype, rows in the batch's order; null = view.y was filled */
+    const float* topk_weights; /* [T,K] of the tokens dispatched; null = weight 1 */
+    const void* shared;        /* [T,H] output of shared experts, added unweighted; null = none */
+    void* out;                 /* [T,H] of options.dtype, dense, written whole; may be null when T = 0 */
+    int64_t timeout_ms;        /* deadline of this call; 0 = the session's */
+} sy_combine_args;
+
+/* Views of a batch into the window, no copy: valid until sy_combine, sy_drop, sy_close or sy_free. */
+typedef struct sy_batch_view {
+    size_t struct_size;
+    uint64_t epoch;
+    int64_t rows;                           /* N, pad rows of expert_alignment included */
+    int64_t tokens;                         /* T of this rank's own dispatch */
+    int64_t experts_local;                  /* L */
+    int64_t payload_bytes;                  /* of one row in its wire format */
+    int64_t scale_bytes;                    /* of its scales; 0 without quantisation */
+    const int32_t* assist_info_for_combine; /* [N,3] (source rank, token, k); -1 in pad rows */
+    const int64_t* expert_token_nums;       /* [L] rows of each local expert, or their running sum */
+    const int64_t* expert_offsets;          /* [L+1] first row of each local expert, pad rows counted */
+    const int32_t* ep_recv_count;           /* [L,R] running sum over (local expert, source rank) */
+    const float* weights;                   /* [N] topk weights; null unless options.deliver_weights */
+    void* y;                                /* [N,H] of options.dtype: write the experts' output here and combine copies
+                                               nothing. Streaming stores must be fenced by the thread that made them. */
+} sy_batch_view;
+
+/* Sends each token to the ranks of its experts; *batch is what this rank's experts received, or {null, 0} on error. Waits for
+ * the counts and rows of all ranks. No row has moved anywhere when the input of any rank was bad; arguments that cannot be
+ * read (null, or by their struct_size) are bad input that the other ranks hear of like any other. */
+SY_API int32_t sy_dispatch(sy_session* session, const sy_dispatch_args* args, sy_batch* batch);
+
+/* Where the next dispatch's tokens may be written, [tokens_max,H] of dtype: with landing in_place and no quantisation a
+ * dispatch whose x is this place copies nothing. *x is null otherwise. Waits until every rank has finished reading the epoch
+ * that used the slot before (at once after a combine); the place is good for the very next dispatch. */
+SY_API int32_t sy_session_x(sy_session* session, void** x);
+
+/* Sums each token's rows: out[t] = sum over k of weights[t,k] * y(row of t,k), in k order, in f32, rounded once. Waits for the
+ * experts' output of all ranks. Uses the batch up and sets *batch to {null, 0}, whatever happens, unless the call is refused
+ * with SY_STALE. Arguments that cannot be read drop the batch. */
+SY_API int32_t sy_combine(sy_session* session, sy_batch* batch, const sy_combine_args* args);
+
+/* Gives a batch up: the other ranks' combine of it fails at once with SY_PEER_LEFT. Sets *batch to {null, 0}. Never waits. */
+SY_API int32_t sy_drop(sy_batch* batch);
+
+/* Fills the view. */
+SY_API int32_t sy_batch_get(const sy_batch* batch, sy_batch_view* view);
+
+/* The rows in one piece, in their wire format: *expand_x [N,H], rows by (local expert, source rank, token, k); *dynamic_scales
+ * [N,S], null without quantisation. dynamic_scales may be null when they are not wanted. With landing in_place the first call
+ * copies all rows here: prefer sy_batch_row() or sy_batch_gather(). */
+SY_API int32_t sy_batch_expand_x(const sy_batch* batch, const void** expand_x, const void** dynamic_scales);
+
+/* Row i of 0..N-1 in its wire format, wherever the landing keeps it: *payload [H] elements, *scales [S] or null. `scales` may
+ * be null when they are not wanted. */
+SY_API int32_t sy_batch_row(const sy_batch* batch, int64_t i, const void** payload, const void** scales);
+
+/* Copies rows first..first+count-1 of a local expert, in wire format, to tile [count, payload_bytes] and, when quantised and
+ * wanted (not null), tile_scales [count, scale_bytes]. */
+SY_API int32_t sy_batch_gather(const sy_batch* batch, int64_t expert, int64_t first, int64_t count, void* tile,
+                               void* tile_scales);
+
+/* The same decoded: tile [count,H] f32. */
+SY_API int32_t sy_batch_gather_f32(const sy_batch* batch, int64_t expert, int64_t first, int64_t count, float* tile);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,90 @@
+#include "ep/combine.hpp"
+
+#include <fmt/format.h>
+
+namespace switchyard::ep {
+
+using layout::Flag;
+using layout::Word;
+
+namespace {
+
+Status check_combine(const Rank& rank, const Flight& flight, const CombineArgs& args) {
+    if (flight.tokens > 0 && !args.out)
+        return {Code::bad_input,
+                fmt::format("combine {}: rank {}: out is null with {} tokens.", flight.epoch, rank.me(), flight.tokens)};
+    return {};
+}
+
+}  // namespace
+
+void CombineStep::start(Rank& rank, Flight& flight, const CombineArgs& args) {
+    args_ = args;
+    status_ = check_combine(rank, flight, args);
+    ended_ = untold_ = false;
+    flight.open = false;
+    if (status_.ok()) {
+        const void* y = args.y ? args.y : rank.own(rank.window.slot(flight.slot) + rank.window.y);
+        if (rank.options.combine_path == CombinePath::push)
+            status_ = push_home(rank, flight, y);
+        else
+            place_y(rank, flight, y);
+    }
+    if (!status_.ok()) {
+        ended_ = true;
+        send_reason(rank, flight, status_);
+        return leave(rank, flight, status_, rank.me());
+    }
+    rank.kernels.fence();  // for the caller's own streaming stores to y
+    raise_all(rank, Flag::returned, flight.slot, Word::of(flight.epoch, layout::returned_ok, rank.me()));
+    await_.begin(rank, flight, Flag::returned);
+}
+
+Progress CombineStep::poll(Rank& rank, Flight& flight, bool thorough) {
+    if (ended_) return status_.ok() ? Progress::done : Progress::failed;
+    switch (await_.poll(rank, thorough)) {
+        case Progress::pending: return Progress::pending;
+        case Progress::failed:
+            ended_ = true;
+            status_ = await_.failure();
+            untold_ = status_.code() == Code::peer_lost || status_.code() == Code::peer_closed;
+            return Progress::failed;
+        case Progress::done: break;
+    }
+    ended_ = true;
+    if (await_.refuser() >= 0 && has_closed(rank, await_.refuser())) {
+        status_ = {Code::peer_closed,
+                   fmt::format("combine {}: rank {} closed its session with this batch open. Open a new session "
+                               "with the ranks that are left.",
+                               flight.epoch, await_.refuser())};
+        return Progress::failed;
+    }
+    if (await_.refuser() >= 0) {
+        status_ = {Code::peer_left,
+                   fmt::format("combine {}: rank {} dropped its batch of this epoch; there is no output of its "
+                               "experts. Combine the batch on all ranks, or drop it on all.",
+                               flight.epoch, await_.refuser())};
+        return Progress::failed;
+    }
+    if (rank.options.combine_path == CombinePath::push)
+        sum_home(rank, flight, args_);
+    else
+        sum_read(rank, flight, args_);
+    return Progress::done;
+}
+
+void CombineStep::give_up(Rank& rank, Flight& flight, int64_t waited_ms) {
+    ended_ = true;
+    untold_ = true;
+    status_ = {Code::timed_out,
+               fmt::format("combine {} timed out on rank {} after {} ms waiting for {}. Raise timeout_ms if their experts are "
+                           "slow; otherwise see what they do: all ranks must make the same calls in the same order.",
+                           flight.epoch, rank.me(), waited_ms, await_.awaited())};
+}
+
+void drop(Rank& rank, Flight& flight) {
+    flight.open = false;
+    raise_all(rank, Flag::returned, flight.slot, Word::of(flight.epoch, layout::returned_dropped, rank.me()));
+}
+
+}  // namespace switchyard::ep

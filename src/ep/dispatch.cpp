@@ -1,0 +1,138 @@
+#include "ep/dispatch.hpp"
+
+#include <fmt/format.h>
+
+namespace switchyard::ep {
+
+using layout::Flag;
+using layout::Word;
+
+Status check_dispatch(const Rank& rank, const DispatchArgs& args) {
+    const layout::WindowShape& s = rank.window.shape;
+    const auto bad = [&](std::string text) { return Status(Code::bad_input, fmt::format("rank {}: {}", rank.me(), text)); };
+    if (args.tokens < 0 || args.tokens > s.tokens_max)
+        return bad(fmt::format("tokens is {}; allowed: 0..{} (option tokens_max).", args.tokens, s.tokens_max));
+    if (args.row_stride != 0 && args.row_stride < s.hidden)
+        return bad(
+            fmt::format("row_stride is {} elements; allowed: 0 (dense) or at least hidden = {}.", args.row_stride, s.hidden));
+    if (args.tokens == 0) return {};
+    if (!args.x) return bad(fmt::format("x is null with {} tokens.", args.tokens));
+    if (!args.topk_ids) return bad(fmt::format("topk_ids is null with {} tokens.", args.tokens));
+    if (s.weights && !args.topk_weights)
+        return bad(fmt::format("topk_weights is null with {} tokens; option deliver_weights needs it.", args.tokens));
+    const int64_t n = args.tokens * s.topk;
+    if (const int64_t i = find_bad_id(args.topk_ids, n, s.experts); i < n)
+        return bad(fmt::format("topk_ids[{}][{}] is {}; experts are 0..{}, or -1 for an unused slot.", i / s.topk, i % s.topk,
+                               args.topk_ids[i], s.experts - 1));
+    return {};
+}
+
+void DispatchStep::allocate(const Rank& rank) {
+    await_.allocate(rank);
+    nothing_to_.resize(static_cast<size_t>(rank.ranks()));
+    nothing_from_.resize(static_cast<size_t>(rank.ranks()));
+}
+
+void DispatchStep::start(Rank& rank, Flight& flight, const DispatchArgs& args, const Status& prior) {
+    args_ = args;
+    status_ = {};
+    verdict_ = prior.ok() ? check_dispatch(rank, args) : prior;
+    // A refused batch has no rows: nothing of it is read any more.
+    if (!verdict_.ok()) args_ = {.tag = args.tag};
+    flight.tokens = args_.tokens;
+    flight.materialised = false;
+    phase_ = Phase::gate;
+    await_.begin_gate(rank, flight);
+}
+
+Progress DispatchStep::poll(Rank& rank, Flight& flight, bool thorough) {
+    for (;;) {
+        switch (await_.poll(rank, thorough)) {
+            case Progress::pending: return Progress::pending;
+            case Progress::failed: return end(rank, flight, await_.failure(), await_.culprit());
+            case Progress::done: break;
+        }
+        switch (phase_) {
+            case Phase::gate: after_gate(rank, flight); break;
+            case Phase::counts:
+                if (after_counts(rank, flight) == Progress::failed) return Progress::failed;
+                break;
+            case Phase::rows: return after_rows(rank, flight);
+            case Phase::ended: return status_.ok() ? Progress::done : Progress::failed;
+        }
+    }
+}
+
+// My counts, or my refusal. With padded landing the rows go out with them.
+void DispatchStep::after_gate(Rank& rank, Flight& flight) {
+    const bool padded = rank.options.landing == Landing::padded;
+    send_counts(rank, flight, args_);
+    if (!verdict_.ok()) send_reason(rank, flight, verdict_);
+    if (padded && verdict_.ok()) send_cells(rank, flight, args_);
+    const Flag flag = padded ? Flag::arrived : Flag::counted;
+    raise_all(rank, flag, flight.slot, Word::of(flight.epoch, static_cast<uint32_t>(verdict_.code()), rank.me()));
+    await_.begin(rank, flight, flag);
+    phase_ = padded ? Phase::rows : Phase::counts;
+}
+
+// All counts are there: any refusal or excess ends the epoch on every rank, for the same reason, before a row has moved.
+Progress DispatchStep::after_counts(Rank& rank, Flight& flight) {
+    if (await_.refuser() >= 0) return end(rank, flight, refusal(rank, flight), await_.refuser());
+    if (Status s = take_counts(rank, flight); !s.ok()) return end(rank, flight, std::move(s), no_culprit);
+    fill_places(rank, flight, args_.topk_ids);
+    if (rank.options.landing == Landing::in_place)
+        send_in_place(rank, flight, args_);
+    else
+        send_rows(rank, flight, args_);
+    for (int p = 0; p < rank.ranks(); ++p) {
+        nothing_to_[static_cast<size_t>(p)] = flight.rows_between(rank.me(), p) == 0;
+        nothing_from_[static_cast<size_t>(p)] = flight.rows_between(p, rank.me()) == 0;
+    }
+    raise_all(rank, Flag::arrived, flight.slot, Word::of(flight.epoch, 0, rank.me()), nothing_to_.data());
+    fill_results(rank, flight);
+    write_pad_rows(rank, flight);
+    await_.begin(rank, flight, Flag::arrived, nothing_from_.data());
+    phase_ = Phase::rows;
+    return Progress::pending;
+}
+
+Progress DispatchStep::after_rows(Rank& rank, Flight& flight) {
+    if (rank.options.landing == Landing::padded) {
+        if (await_.refuser() >= 0) return end(rank, flight, refusal(rank, flight), await_.refuser());
+        if (Status s = take_counts(rank, flight); !s.ok()) return end(rank, flight, std::move(s), no_culprit);
+        fill_places(rank, flight, args_.topk_ids);
+        fill_results(rank, flight);
+        close_gaps(rank, flight);
+        write_pad_rows(rank, flight);
+    }
+    phase_ = Phase::ended;
+    flight.open = true;
+    return Progress::done;
+}
+
+Status DispatchStep::refusal(Rank& rank, const Flight& flight) const {
+    const std::string reason = reason_text(rank, flight.slot, await_.refuser(), flight.epoch);
+    return {static_cast<Code>(await_.refusal()), fmt::format("dispatch {} refused: {}", flight.epoch, reason)};
+}
+
+Progress DispatchStep::end(Rank& rank, Flight& flight, Status why, int culprit) {
+    phase_ = Phase::ended;
+    status_ = std::move(why);
+    leave(rank, flight, status_, culprit);
+    return Progress::failed;
+}
+
+void DispatchStep::give_up(Rank& rank, Flight& flight, int64_t waited_ms) {
+    std::string owed;
+    const int first = await_.first_awaited();
+    if (phase_ == Phase::rows && rank.options.landing != Landing::padded && first >= 0)
+        owed = fmt::format(" Rank {} owes {} rows.", first, flight.rows_between(first, rank.me()));
+    const Status why(Code::timed_out,
+                     fmt::format("dispatch {} timed out on rank {} after {} ms waiting for {}.{} Raise timeout_ms if that rank "
+                                 "is slow; otherwise see what it does: all ranks must make the same calls in the same order.",
+                                 flight.epoch, rank.me(), waited_ms, await_.awaited(), owed));
+    send_reason(rank, flight, why);
+    end(rank, flight, why, rank.me());
+}
+
+}  // namespace switchyard::ep

@@ -1,0 +1,51 @@
+// Dispatch of one epoch as steps that never wait: start, then poll until done or failed.
+//
+//   gate     every rank has closed the epoch that used this slot before
+//   counts   packed: my count row is out; the rows follow when all count rows are there
+//   rows     my rows are out; the batch is ready when all rows are there
+//
+// Any failure leaves the epoch: `gone` is raised, so that no other rank waits for this one.
+#pragma once
+
+#include "ep/flags.hpp"
+
+namespace switchyard::ep {
+
+class DispatchStep {
+ public:
+    enum class Phase { gate, counts, rows, ended };
+
+    void allocate(const Rank& rank);
+
+    /// Begins the flight's epoch. `prior` is an error of an earlier epoch that the other ranks have not heard of: it is
+    /// sent as this rank's refusal.
+    void start(Rank& rank, Flight& flight, const DispatchArgs& args, const Status& prior);
+
+    /// One look, and the work that has become possible. After failed, status() tells why, on every rank.
+    Progress poll(Rank& rank, Flight& flight, bool thorough);
+
+    /// The caller's deadline has passed: leaves the epoch. `waited_ms` goes into the text.
+    void give_up(Rank& rank, Flight& flight, int64_t waited_ms);
+
+    Phase phase() const { return phase_; }
+    const Status& status() const { return status_; }
+
+ private:
+    void after_gate(Rank& rank, Flight& flight);
+    Progress after_counts(Rank& rank, Flight& flight);
+    Progress after_rows(Rank& rank, Flight& flight);
+    Progress end(Rank& rank, Flight& flight, Status why, int culprit);
+    Status refusal(Rank& rank, const Flight& flight) const;
+
+    DispatchArgs args_;
+    Status verdict_;  // of this rank's own input
+    Phase phase_ = Phase::ended;
+    Await await_;
+    std::vector<uint8_t> nothing_to_, nothing_from_;  // [R] pairs without a row: no `arrived` between them (packed)
+    Status status_;
+};
+
+/// What is wrong with this rank's input, naming token, slot, value found and allowed.
+Status check_dispatch(const Rank& rank, const DispatchArgs& args);
+
+}  // namespace switchyard::ep

@@ -1,0 +1,559 @@
+#include "ep/exchange.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+namespace switchyard::ep {
+namespace {
+
+// Below this many bytes of rows per call the rows stay in cache, and ordinary stores win; above, a streaming store saves
+// the read of the line it overwrites.
+constexpr int64_t stream_bytes_min = 2 << 20;
+
+// Tokens a worker takes at a time: large enough to keep the counter quiet, small enough to share 8 tokens.
+int64_t grain_of(const Rank& rank, int64_t items) {
+    return std::clamp<int64_t>(items / (rank.workers.count() * 4), 1, 64);
+}
+
+struct Info {
+    int32_t source, token, k;
+    float weight;
+};
+static_assert(sizeof(Info) == 16);
+
+// Stores rows at places in windows: through a pointer where the window can be reached, else by put.
+class RowWriter {
+ public:
+    RowWriter(const Rank& rank, int64_t bytes_in_all)
+        : rank_(rank),
+          move_(bytes_in_all >= stream_bytes_min ? rank.kernels.stream : rank.kernels.copy),
+          payload_bytes_(static_cast<size_t>(rank.window.row.payload_bytes)),
+          scale_bytes_(static_cast<size_t>(rank.window.row.scale_bytes())) {}
+
+    void to_final_place(uint64_t slot, RowPlace at, const std::byte* payload, const std::byte* scales, const Info& info) const {
+        const auto row = static_cast<uint64_t>(at.row);
+        const layout::Window& w = rank_.window;
+        const uint64_t base = w.slot(slot);
+        write(at.rank, base + w.expand_x + row * payload_bytes_, payload, payload_bytes_, move_);
+        if (scale_bytes_) write(at.rank, base + w.scales + row * scale_bytes_, scales, scale_bytes_, rank_.kernels.copy);
+        tell(slot, at, info);
+    }
+
+    /// Source info and weight only.
+    void tell(uint64_t slot, RowPlace at, const Info& info) const {
+        const auto row = static_cast<uint64_t>(at.row);
+        const layout::Window& w = rank_.window;
+        write(at.rank, w.slot(slot) + w.source_info + row * 12, &info, 12, rank_.kernels.copy);
+        if (w.shape.weights) write(at.rank, w.slot(slot) + w.weights + row * 4, &info.weight, 4, rank_.kernels.copy);
+    }
+
+    void to_cell(int target, uint64_t cell, const std::byte* payload, const std::byte* scales, const Info& info) const {
+        const layout::CellRow& c = rank_.window.cell;
+        write(target, cell, payload, payload_bytes_, move_);
+        if (scale_bytes_) write(target, cell + static_cast<uint64_t>(c.scales_at), scales, scale_bytes_, rank_.kernels.copy);
+        write(target, cell + static_cast<uint64_t>(c.info_at), &info, sizeof info, rank_.kernels.copy);
+    }
+
+ private:
+    void write(int target, uint64_t offset, const void* data, size_t bytes, void (*move)(void*, const void*, size_t)) const {
+        if (std::byte* window = rank_.base[static_cast<size_t>(target)]) return move(window + offset, data, bytes);
+        const Place place{target, offset};
+        rank_.link.put({&place, 1}, data, bytes);
+    }
+
+    const Rank& rank_;
+    void (*const move_)(void*, const void*, size_t);
+    const size_t payload_bytes_;
+    const size_t scale_bytes_;
+};
+
+// Encodes every token that has a used slot once, into the place that encoded_to(worker, token) gives, and hands it to
+// send(token, k, payload, scales, info) for each used slot.
+struct Encoded {
+    std::byte* payload;
+    std::byte* scales;
+};
+template <class EncodedTo, class Send>
+void each_row(Rank& rank, const DispatchArgs& args, EncodedTo encoded_to, Send send) {
+    const layout::Window& w = rank.window;
+    const int64_t topk = w.shape.topk;
+    const int64_t stride = (args.row_stride ? args.row_stride : w.shape.hidden) * layout::token_bytes(w.shape.token);
+    const RowFormat format = rank.options.dispatch_format();
+    const auto* x = static_cast<const std::byte*>(args.x);
+    rank.workers.split(
+        args.tokens, grain_of(rank, args.tokens),
+        [&](int64_t worker, int64_t first, int64_t last) {
+            for (int64_t t = first; t < last; ++t) {
+                const int32_t* ids = args.topk_ids + t * topk;
+                const std::byte* payload = x + t * stride;
+                const std::byte* scales = nullptr;
+                bool encoded = format.format == Format::none;
+                for (int64_t k = 0; k < topk; ++k) {
+                    if (ids[k] < 0) continue;
+                    if (!encoded) {
+                        const Encoded to = encoded_to(worker, t);
+                        rank.kernels.encode(format, w.shape.token, payload, w.shape.hidden, to.payload, to.scales);
+                        payload = to.payload;
+                        scales = to.scales;
+                        encoded = true;
+                    }
+                    const float weight = w.shape.weights ? args.topk_weights[t * topk + k] : 1.0F;
+                    send(t, k, payload, scales, Info{rank.me(), static_cast<int32_t>(t), static_cast<int32_t>(k), weight});
+                }
+            }
+        },
+        [&](int64_t) { rank.kernels.fence(); });
+}
+
+// Into the worker's own memory: the row is written on from there while it is in cache.
+auto to_scratch(Rank& rank) {
+    return [&rank](int64_t worker, int64_t) {
+        std::byte* scratch = rank.scratch[static_cast<size_t>(worker)].data();
+        return Encoded{scratch, scratch + rank.window.cell.scales_at};
+    };
+}
+
+// Counts what was written: `row_bytes` for each row, and `own_bytes` besides into this rank's own window.
+void note_sent(Rank& rank, const Flight& flight, int64_t row_bytes, int64_t own_bytes = 0) {
+    int64_t rows = 0, to_peers = 0;
+    for (int p = 0; p < rank.ranks(); ++p) {
+        const int64_t n = flight.rows_between(rank.me(), p);
+        rows += n;
+        if (p != rank.me()) to_peers += n;
+    }
+    rank.stats.rows_sent += static_cast<uint64_t>(rows);
+    rank.stats.bytes_sent += static_cast<uint64_t>(rows * row_bytes + own_bytes);
+    rank.stats.bytes_sent_peers += static_cast<uint64_t>(to_peers * row_bytes);
+}
+
+int64_t info_bytes(const layout::Window& w) {
+    return w.shape.weights ? 16 : 12;
+}
+int64_t row_bytes(const layout::Window& w) {
+    return w.row.payload_bytes + w.row.scale_bytes() + info_bytes(w);
+}
+
+}  // namespace
+
+Rank::Rank(Transport& link_in, const layout::Window& window_in, const quant::Kernels& kernels_in, Workers& workers_in,
+           const Options& options_in)
+    : link(link_in),
+      window(window_in),
+      kernels(kernels_in),
+      workers(workers_in),
+      options(options_in),
+      placement(Placement::contiguous(link_in.size(), options_in.experts)),
+      process(getpid()) {
+    for (int r = 0; r < link.size(); ++r) base.push_back(link.reach(r));
+    const auto row = static_cast<size_t>(std::max(window.cell.stride, window.home_slot.stride));
+    scratch.assign(static_cast<size_t>(workers.count()), std::vector<std::byte>(row));
+    gather.assign(static_cast<size_t>(workers.count()), std::vector<const void*>(static_cast<size_t>(2 * options.topk)));
+}
+
+bool Rank::here() const {
+    return getpid() == process;
+}
+
+void Flight::allocate(const Rank& of) {
+    rank = &of;
+    const layout::WindowShape& s = of.window.shape;
+    const auto ranks = static_cast<size_t>(s.ranks);
+    const auto experts = static_cast<size_t>(s.experts);
+    const auto local = static_cast<size_t>(of.placement.of_rank[static_cast<size_t>(of.me())].count());
+    counts.resize(ranks * experts);
+    source_tokens.resize(ranks);
+    expert_first.resize(experts);
+    rows_of.resize(ranks);
+    places.resize(static_cast<size_t>(s.tokens_max * s.topk));
+    next.resize(experts);
+    expert_token_nums.resize(local);
+    expert_offsets.resize(local + 1);
+    ep_recv_count.resize(local * ranks);
+}
+
+int64_t Flight::rows_between(int source, int target) const {
+    const ExpertRange range = rank->placement.of_rank[static_cast<size_t>(target)];
+    int64_t sum = 0;
+    for (int64_t e = range.first; e < range.last; ++e) sum += count(source, e);
+    return sum;
+}
+
+void send_counts(Rank& rank, Flight& flight, const DispatchArgs& args) {
+    const layout::Window& w = rank.window;
+    const auto experts = static_cast<size_t>(w.shape.experts);
+    const auto me = static_cast<size_t>(rank.me());
+    const std::span<int32_t> mine(flight.counts.data() + me * experts, experts);
+    count_rows(args.topk_ids, args.tokens * w.shape.topk, mine);
+
+    const layout::CountHead head{flight.epoch, args.tag, args.tokens, {}};
+    for (int p = 0; p < rank.ranks(); ++p) {
+        const uint64_t at = w.count_row(flight.slot, rank.me());
+        const Place head_place{p, at};
+        const Place counts_place{p, at + sizeof head};
+        rank.link.put({&head_place, 1}, &head, sizeof head);
+        rank.link.put({&counts_place, 1}, mine.data(), mine.size_bytes());
+    }
+}
+
+Status take_counts(Rank& rank, Flight& flight) {
+    const layout::Window& w = rank.window;
+    const layout::WindowShape& s = w.shape;
+    const auto experts = static_cast<size_t>(s.experts);
+    layout::CountHead first{};
+    for (int q = 0; q < rank.ranks(); ++q) {
+        layout::CountHead head;
+        std::memcpy(&head, rank.own(w.count_row(flight.slot, q)), sizeof head);
+        int32_t* counts = flight.counts.data() + static_cast<size_t>(q) * experts;
+        std::memcpy(counts, rank.own(w.count_row(flight.slot, q)) + sizeof head, 4 * experts);
+
+        int64_t sum = 0;
+        bool negative = false;
+        for (size_t e = 0; e < experts; ++e) {
+            sum += counts[e];
+            negative = negative || counts[e] < 0;
+        }
+        if (head.epoch != flight.epoch || head.tokens < 0 || head.tokens > s.tokens_max || negative ||
+            sum > head.tokens * s.topk)
+            return {Code::corrupt,
+                    fmt::format("dispatch {}: the count row of rank {} says epoch {}, {} tokens, {} rows{}; expected epoch {}, "
+                                "0..{} tokens of at most {} rows each. That process does not follow the window format.",
+                                flight.epoch, q, head.epoch, head.tokens, sum, negative ? ", some negative" : "", flight.epoch,
+                                s.tokens_max, s.topk)};
+        if (q == 0) first = head;
+        if (head.tag != first.tag)
+            return {Code::mismatch, fmt::format("dispatch {}: rank 0 calls it with tag {}, rank {} with tag {}. The ranks are "
+                                                "not in the same layer or step; make the same calls on all of them.",
+                                                flight.epoch, first.tag, q, head.tag)};
+        flight.source_tokens[static_cast<size_t>(q)] = head.tokens;
+    }
+    place_experts(rank.placement, flight.counts, rank.options.expert_alignment, flight.expert_first, flight.rows_of);
+    for (int p = 0; p < rank.ranks(); ++p) {
+        const int64_t rows = flight.rows_of[static_cast<size_t>(p)];
+        if (rows <= s.rows_max) continue;
+        return {Code::capacity,
+                fmt::format("dispatch {}: rank {} would receive {} rows; its window holds {} (option rows_max). "
+                            "Raise rows_max to at least {}, or leave it 0 for the worst case.",
+                            flight.epoch, p, rows, s.rows_max, rows)};
+    }
+    return {};
+}
+
+void fill_places(Rank& rank, Flight& flight, const int32_t* ids) {
+    place_rows(rank.placement, flight.counts, flight.expert_first, rank.me(), ids, flight.tokens * rank.window.shape.topk,
+               flight.next, flight.places.data());
+}
+
+void fill_results(Rank& rank, Flight& flight) {
+    const ExpertRange range = rank.placement.of_rank[static_cast<size_t>(rank.me())];
+    const auto ranks = static_cast<size_t>(rank.ranks());
+    const bool cumsum = rank.options.expert_token_nums == TokenNums::cumsum;
+    flight.rows = flight.rows_of[static_cast<size_t>(rank.me())];
+    int32_t running = 0;
+    for (int64_t e = range.first; e < range.last; ++e) {
+        const auto local = static_cast<size_t>(e - range.first);
+        const int32_t before = running;
+        for (size_t q = 0; q < ranks; ++q) {
+            running += flight.count(static_cast<int>(q), e);
+            flight.ep_recv_count[local * ranks + q] = running;
+        }
+        flight.expert_token_nums[local] = cumsum ? running : running - before;
+        flight.expert_offsets[local] = flight.expert_first[static_cast<size_t>(e)];
+    }
+    flight.expert_offsets.back() = flight.rows;
+    rank.stats.rows_received += static_cast<uint64_t>(running);
+}
+
+void send_rows(Rank& rank, Flight& flight, const DispatchArgs& args) {
+    const int64_t topk = rank.window.shape.topk;
+    const RowWriter writer(rank, args.tokens * topk * rank.window.row.payload_bytes);
+    each_row(rank, args, to_scratch(rank),
+             [&](int64_t t, int64_t k, const std::byte* payload, const std::byte* scales, const Info& info) {
+                 writer.to_final_place(flight.slot, flight.places[static_cast<size_t>(t * topk + k)], payload, scales, info);
+             });
+    note_sent(rank, flight, row_bytes(rank.window));
+}
+
+void send_cells(Rank& rank, Flight& flight, const DispatchArgs& args) {
+    const layout::Window& w = rank.window;
+    const int64_t topk = w.shape.topk;
+    // Which of my rows for its expert each one is: with no rows of other ranks counted, a place is just that number.
+    std::fill(flight.next.begin(), flight.next.end(), 0);
+    for (int64_t i = 0; i < args.tokens * topk; ++i) {
+        const int32_t e = args.topk_ids[i];
+        flight.places[static_cast<size_t>(i)] =
+            e < 0 ? RowPlace{-1, 0}
+                  : RowPlace{rank.placement.owner[static_cast<size_t>(e)], flight.next[static_cast<size_t>(e)]++};
+    }
+    const RowWriter writer(rank, args.tokens * topk * w.row.payload_bytes);
+    each_row(rank, args, to_scratch(rank),
+             [&](int64_t t, int64_t k, const std::byte* payload, const std::byte* scales, const Info& info) {
+                 const RowPlace place = flight.places[static_cast<size_t>(t * topk + k)];
+                 const int64_t local =
+                     args.topk_ids[t * topk + k] - rank.placement.of_rank[static_cast<size_t>(place.rank)].first;
+                 writer.to_cell(place.rank, w.cell_at(flight.slot, local, rank.me(), place.row), payload, scales, info);
+             });
+    note_sent(rank, flight, row_bytes(rank.window));
+}
+
+void close_gaps(Rank& rank, Flight& flight) {
+    const layout::Window& w = rank.window;
+    const ExpertRange range = rank.placement.of_rank[static_cast<size_t>(rank.me())];
+    const auto payload_bytes = static_cast<size_t>(w.row.payload_bytes);
+    const auto scale_bytes = static_cast<size_t>(w.row.scale_bytes());
+    std::byte* slot = rank.own(w.slot(flight.slot));
+    auto* move = flight.rows * w.row.payload_bytes >= stream_bytes_min ? rank.kernels.stream : rank.kernels.copy;
+    rank.workers.split(
+        range.count() * rank.ranks(), 1,
+        [&](int64_t, int64_t first, int64_t last) {
+            for (int64_t pair = first; pair < last; ++pair) {
+                const int64_t local = pair / rank.ranks();
+                const auto source = static_cast<int>(pair % rank.ranks());
+                const int32_t count = flight.count(source, range.first + local);
+                int64_t row = flight.expert_first[static_cast<size_t>(range.first + local)];
+                for (int q = 0; q < source; ++q) row += flight.count(q, range.first + local);
+                for (int64_t i = 0; i < count; ++i, ++row) {
+                    const std::byte* cell = rank.own(w.cell_at(flight.slot, local, source, i));
+                    const auto at = static_cast<size_t>(row);
+                    move(slot + w.expand_x + at * payload_bytes, cell, payload_bytes);
+                    if (scale_bytes) std::memcpy(slot + w.scales + at * scale_bytes, cell + w.cell.scales_at, scale_bytes);
+                    std::memcpy(slot + w.source_info + at * 12, cell + w.cell.info_at, 12);
+                    if (w.shape.weights) std::memcpy(slot + w.weights + at * 4, cell + w.cell.info_at + 12, 4);
+                }
+            }
+        },
+        [&](int64_t) { rank.kernels.fence(); });
+}
+
+void send_in_place(Rank& rank, Flight& flight, const DispatchArgs& args) {
+    const layout::Window& w = rank.window;
+    const int64_t topk = w.shape.topk;
+    const auto payload_bytes = static_cast<size_t>(w.row.payload_bytes);
+    std::byte* x = rank.own(w.slot(flight.slot) + w.x);
+    std::byte* x_scales = rank.own(w.slot(flight.slot) + w.x_scales);
+    const bool copied = rank.options.dispatch_quant != Format::none;  // by the encoder
+    const bool dense = args.row_stride == 0 || args.row_stride == w.shape.hidden;
+    const bool there = copied || (args.x == x && dense);  // else each token is copied at its first used slot
+    const RowWriter writer(rank, 0);
+    const auto to_home = [&](int64_t, int64_t t) {
+        const auto at = static_cast<size_t>(t);
+        return Encoded{x + at * payload_bytes, x_scales + at * static_cast<size_t>(w.row.scale_bytes())};
+    };
+    each_row(rank, args, to_home, [&](int64_t t, int64_t k, const std::byte* payload, const std::byte*, const Info& info) {
+        const int32_t* ids = args.topk_ids + t * topk;
+        bool first = !there;
+        for (int64_t i = 0; first && i < k; ++i) first = ids[i] < 0;
+        if (first) rank.kernels.copy(x + static_cast<size_t>(t) * payload_bytes, payload, payload_bytes);
+        writer.tell(flight.slot, flight.places[static_cast<size_t>(t * topk + k)], info);
+    });
+    int64_t tokens_written = 0;
+    for (int64_t t = 0; t < args.tokens && (copied || !there); ++t)
+        tokens_written +=
+            std::any_of(args.topk_ids + t * topk, args.topk_ids + (t + 1) * topk, [](int32_t id) { return id >= 0; });
+    note_sent(rank, flight, info_bytes(w), tokens_written * (row_bytes(w) - info_bytes(w)));
+}
+
+Status find_row(const Flight& flight, int64_t row, ExpertBatch::Row* found) {
+    const Rank& rank = *flight.rank;
+    const layout::Window& w = rank.window;
+    const uint64_t slot = w.slot(flight.slot);
+    const auto at = static_cast<uint64_t>(row);
+    int32_t info[3];
+    std::memcpy(info, rank.own(slot + w.source_info + at * 12), 12);
+    const auto payload_bytes = static_cast<uint64_t>(w.row.payload_bytes);
+    const auto scale_bytes = static_cast<uint64_t>(w.row.scale_bytes());
+    if (info[0] == -1) {  // a pad row: zeroes in this rank's own expand_x
+        *found = {rank.own(slot + w.expand_x + at * payload_bytes), rank.own(slot + w.scales + at * scale_bytes)};
+    } else if (info[0] < 0 || info[0] >= rank.ranks() || info[1] < 0 ||
+               info[1] >= flight.source_tokens[static_cast<size_t>(info[0])]) {
+        return {Code::corrupt, fmt::format("epoch {}: source info of row {} is ({}, {}, {}), outside the tokens dispatched. A "
+                                           "process of this group does not follow the window format.",
+                                           flight.epoch, row, info[0], info[1], info[2])};
+    } else {
+        const std::byte* home = rank.base[static_cast<size_t>(info[0])] + slot;
+        const auto token = static_cast<uint64_t>(info[1]);
+        *found = {home + w.x + token * payload_bytes, home + w.x_scales + token * scale_bytes};
+    }
+    if (!scale_bytes) found->scales = nullptr;
+    return {};
+}
+
+Status materialise(Rank& rank, Flight& flight) {
+    if (flight.materialised || rank.options.landing != Landing::in_place) return {};
+    const layout::Window& w = rank.window;
+    const auto payload_bytes = static_cast<size_t>(w.row.payload_bytes);
+    const auto scale_bytes = static_cast<size_t>(w.row.scale_bytes());
+    std::byte* slot = rank.own(w.slot(flight.slot));
+    auto* move = flight.rows * w.row.payload_bytes >= stream_bytes_min ? rank.kernels.stream : rank.kernels.copy;
+    std::atomic<int64_t> bad_row{-1};
+    rank.workers.split(
+        flight.rows, grain_of(rank, flight.rows),
+        [&](int64_t, int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; ++i) {
+                ExpertBatch::Row from;
+                if (!find_row(flight, i, &from).ok()) {
+                    bad_row.store(i, std::memory_order_relaxed);  // read after the workers have been joined
+                    return;
+                }
+                std::byte* to = slot + w.expand_x + static_cast<size_t>(i) * payload_bytes;
+                if (to == from.payload) continue;
+                move(to, from.payload, payload_bytes);
+                if (scale_bytes) std::memcpy(slot + w.scales + static_cast<size_t>(i) * scale_bytes, from.scales, scale_bytes);
+            }
+        },
+        [&](int64_t) { rank.kernels.fence(); });
+    ExpertBatch::Row unused;
+    if (const int64_t row = bad_row.load(std::memory_order_relaxed); row >= 0) return find_row(flight, row, &unused);
+    flight.materialised = true;
+    return {};
+}
+
+void write_pad_rows(Rank& rank, const Flight& flight) {
+    if (rank.options.expert_alignment == 1) return;
+    const layout::Window& w = rank.window;
+    const ExpertRange range = rank.placement.of_rank[static_cast<size_t>(rank.me())];
+    std::byte* slot = rank.own(w.slot(flight.slot));
+    for (int64_t e = range.first; e < range.last; ++e) {
+        int64_t first = flight.expert_first[static_cast<size_t>(e)];
+        for (int q = 0; q < rank.ranks(); ++q) first += flight.count(q, e);
+        const int64_t last = flight.expert_offsets[static_cast<size_t>(e - range.first + 1)];
+        const auto at = static_cast<size_t>(first);
+        const auto n = static_cast<size_t>(last - first);
+        if (n == 0) continue;
+        const auto zero = [&](uint64_t part, int64_t bytes, int value) {
+            std::memset(slot + part + at * static_cast<size_t>(bytes), value, n * static_cast<size_t>(bytes));
+        };
+        zero(w.expand_x, w.row.payload_bytes, 0);
+        zero(w.scales, w.row.scale_bytes(), 0);
+        zero(w.source_info, 12, 0xFF);
+        if (w.shape.weights) zero(w.weights, 4, 0);
+        zero(w.y, w.shape.hidden * layout::token_bytes(w.shape.token), 0);
+    }
+}
+
+void place_y(Rank& rank, Flight& flight, const void* y) {
+    const layout::Window& w = rank.window;
+    const int64_t bytes = w.shape.hidden * layout::token_bytes(w.shape.token);
+    std::byte* to = rank.own(w.slot(flight.slot) + w.y);
+    auto* move = flight.rows * bytes >= stream_bytes_min ? rank.kernels.stream : rank.kernels.copy;
+    if (y == to) return;
+    rank.workers.split(
+        flight.rows, 64,
+        [&](int64_t, int64_t first, int64_t last) {
+            move(to + first * bytes, static_cast<const std::byte*>(y) + first * bytes,
+                 static_cast<size_t>((last - first) * bytes));
+        },
+        [&](int64_t) { rank.kernels.fence(); });
+}
+
+Status push_home(Rank& rank, Flight& flight, const void* y) {
+    const layout::Window& w = rank.window;
+    const RowFormat wire = rank.options.combine_format();
+    const int64_t bytes = w.shape.hidden * layout::token_bytes(w.shape.token);
+    const std::byte* info_at = rank.own(w.slot(flight.slot) + w.source_info);
+    const auto* rows = static_cast<const std::byte*>(y);
+    auto* move = flight.rows * w.wire.payload_bytes >= stream_bytes_min ? rank.kernels.stream : rank.kernels.copy;
+    std::atomic<int64_t> bad_row{-1};
+    rank.workers.split(
+        flight.rows, grain_of(rank, flight.rows),
+        [&](int64_t worker, int64_t first, int64_t last) {
+            std::byte* scratch = rank.scratch[static_cast<size_t>(worker)].data();
+            for (int64_t i = first; i < last; ++i) {
+                int32_t info[3];
+                std::memcpy(info, info_at + i * 12, 12);
+                if (info[0] == -1) continue;  // a pad row
+                if (info[0] < 0 || info[0] >= rank.ranks() || info[1] < 0 ||
+                    info[1] >= flight.source_tokens[static_cast<size_t>(info[0])] || info[2] < 0 || info[2] >= w.shape.topk) {
+                    bad_row.store(i, std::memory_order_relaxed);  // read after the workers have been joined
+                    return;
+                }
+                const std::byte* payload = rows + i * bytes;
+                if (wire.format != Format::none) {
+                    rank.kernels.encode(wire, w.shape.token, payload, w.shape.hidden, scratch, scratch + w.home_slot.scales_at);
+                    payload = scratch;
+                }
+                const uint64_t home = w.home_at(flight.slot, info[1], info[2]);
+                const auto home_bytes = wire.format == Format::none
+                                            ? static_cast<size_t>(w.wire.payload_bytes)
+                                            : static_cast<size_t>(w.home_slot.scales_at + w.wire.scale_bytes());
+                if (std::byte* window = rank.base[static_cast<size_t>(info[0])]) {
+                    move(window + home, payload, home_bytes);
+                } else {
+                    const Place place{info[0], home};
+                    rank.link.put({&place, 1}, payload, home_bytes);
+                }
+            }
+        },
+        [&](int64_t) { rank.kernels.fence(); });
+    const int64_t pushed = flight.ep_recv_count.empty() ? 0 : flight.ep_recv_count.back();  // without pad rows
+    rank.stats.bytes_home += static_cast<uint64_t>(pushed * (w.wire.payload_bytes + w.wire.scale_bytes()));
+    if (const int64_t row = bad_row.load(std::memory_order_relaxed); row >= 0) {
+        int32_t info[3];
+        std::memcpy(info, info_at + row * 12, 12);
+        return {Code::corrupt,
+                fmt::format("combine {}: source info of row {} is ({}, {}, {}), outside the tokens dispatched. A "
+                            "process of this group does not follow the window format.",
+                            flight.epoch, row, info[0], info[1], info[2])};
+    }
+    return {};
+}
+
+namespace {
+
+// For each token: point at its rows by where(place, token, k), then sum them.
+template <class Where>
+void sum_rows(Rank& rank, Flight& flight, const CombineArgs& args, bool encoded, Where where) {
+    const layout::Window& w = rank.window;
+    const int64_t topk = w.shape.topk;
+    const int64_t bytes = w.shape.hidden * layout::token_bytes(w.shape.token);
+    rank.workers.split(
+        flight.tokens, grain_of(rank, flight.tokens),
+        [&](int64_t worker, int64_t first, int64_t last) {
+            const void** rows = rank.gather[static_cast<size_t>(worker)].data();
+            const void** scales = rows + topk;
+            for (int64_t t = first; t < last; ++t) {
+                for (int64_t k = 0; k < topk; ++k) {
+                    const RowPlace place = flight.places[static_cast<size_t>(t * topk + k)];
+                    rows[k] = place.rank < 0 ? nullptr : where(place, t, k);
+                    scales[k] = rows[k] && encoded ? static_cast<const std::byte*>(rows[k]) + w.home_slot.scales_at : nullptr;
+                }
+                const quant::CombineInput input{
+                    .token = w.shape.token,
+                    .wire = rank.options.combine_format(),
+                    .encoded = encoded,
+                    .rows = rows,
+                    .scales = scales,
+                    .weights = args.topk_weights ? args.topk_weights + t * topk : nullptr,
+                    .topk = topk,
+                    .shared = args.shared ? static_cast<const std::byte*>(args.shared) + t * bytes : nullptr};
+                rank.kernels.combine(input, w.shape.hidden, static_cast<std::byte*>(args.out) + t * bytes);
+            }
+        },
+        [](int64_t) {});
+}
+
+}  // namespace
+
+void sum_read(Rank& rank, Flight& flight, const CombineArgs& args) {
+    const layout::Window& w = rank.window;
+    const auto bytes = static_cast<size_t>(w.shape.hidden * layout::token_bytes(w.shape.token));
+    const uint64_t y = w.slot(flight.slot) + w.y;
+    sum_rows(rank, flight, args, false, [&](RowPlace place, int64_t, int64_t) {
+        return rank.base[static_cast<size_t>(place.rank)] + y + static_cast<size_t>(place.row) * bytes;
+    });
+    int64_t rows = 0;
+    for (int64_t i = 0; i < flight.tokens * w.shape.topk; ++i) rows += flight.places[static_cast<size_t>(i)].rank >= 0;
+    rank.stats.bytes_home += static_cast<uint64_t>(rows) * bytes;
+}
+
+void sum_home(Rank& rank, Flight& flight, const CombineArgs& args) {
+    const layout::Window& w = rank.window;
+    const bool encoded = rank.options.combine_quant != Format::none;
+    sum_rows(rank, flight, args, encoded,
+             [&](RowPlace, int64_t token, int64_t k) { return rank.own(w.home_at(flight.slot, token, k)); });
+}
+
+}  // namespace switchyard::ep

@@ -1,0 +1,121 @@
+// The exchange: which rows go where, as plain data, and the loops that move them.
+//
+// Rank    what every step of this rank works with: its windows, kernels, workers.
+// Flight  one dispatch/combine pair in its slot: the exchange, and the results handed to the caller. All memory at open.
+//
+// Dispatch moves rows out:   token --encode once--> row --write K times--> expand_x of the owners (packed) or their landing
+//                            cells (padded, closed up by close_gaps); in_place: one copy in this rank's own window, read there.
+// Combine brings them home:  sum_read reads y where the experts wrote it; push_home writes it to home rows, sum_home sums them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "ep/routing.hpp"
+#include "ep/workers.hpp"
+#include "layout/window.hpp"
+#include "quant/quant.hpp"
+#include "switchyard/session.hpp"
+#include "transport/transport.hpp"
+
+namespace switchyard::ep {
+
+/// One member of the group, seen from inside. Lives as long as its session.
+struct Rank {
+    Transport& link;
+    const layout::Window window;
+    const quant::Kernels& kernels;
+    Workers& workers;
+    const Options options;
+    const Placement placement;
+    const int process;  ///< that opened the session; a forked child has no windows
+    SessionStats stats;
+
+    std::vector<std::byte*> base;                  ///< [R] windows that can be loaded and stored; null = by put
+    std::vector<std::vector<std::byte>> scratch;   ///< [workers] one encoded row each
+    std::vector<std::vector<const void*>> gather;  ///< [workers][2K] pointers to the rows and scales of one token
+
+    Rank(Transport& link, const layout::Window& window, const quant::Kernels& kernels, Workers& workers,
+         const Options& options);
+
+    bool here() const;  ///< in that process
+    int me() const { return link.rank(); }
+    int ranks() const { return link.size(); }
+    std::byte* own() const { return base[static_cast<size_t>(link.rank())]; }
+    std::byte* own(uint64_t offset) const { return own() + offset; }
+};
+
+struct Flight {
+    const Rank* rank = nullptr;
+    uint64_t epoch = 0;
+    uint64_t slot = 0;
+    bool materialised = false;  ///< in_place: expand_x and scales were copied out
+    bool open = false;          ///< between a dispatch that succeeded and its combine or drop
+    int64_t tokens = 0;
+    int64_t rows = 0;  ///< received, pad rows included
+
+    // The exchange
+    std::vector<int32_t> counts;         ///< [R,E] rows from rank r to expert e, copied out of the slot and checked
+    std::vector<int64_t> source_tokens;  ///< [R] T of each rank
+    std::vector<int64_t> expert_first;   ///< [E] first row of each expert at its owner
+    std::vector<int64_t> rows_of;        ///< [R] rows each rank receives, pad rows included
+    std::vector<RowPlace> places;        ///< [tokens_max * K] of my rows
+    std::vector<int32_t> next;           ///< [E] scratch
+
+    // Results
+    std::vector<int64_t> expert_token_nums;  ///< [L]
+    std::vector<int64_t> expert_offsets;     ///< [L+1]
+    std::vector<int32_t> ep_recv_count;      ///< [L*R]
+
+    void allocate(const Rank& of);
+    int32_t count(int source, int64_t expert) const {
+        return counts[static_cast<size_t>(source) * static_cast<size_t>(rank->window.shape.experts) +
+                      static_cast<size_t>(expert)];
+    }
+    /// Rows of mine that go to `peer`, or that `peer` sends to me.
+    int64_t rows_between(int source, int target) const;
+};
+
+/// Writes this rank's count row of the flight into every peer's slot. Ids are good; `ids` null stands for no rows.
+void send_counts(Rank& rank, Flight& flight, const DispatchArgs& args);
+
+/// Copies the R count rows out of the slot and checks each number: they come from other processes. corrupt names the rank.
+/// Then fills expert_first and rows_of. Different tags are a mismatch, too many rows for a window capacity.
+Status take_counts(Rank& rank, Flight& flight);
+
+/// Fills places from counts, and the results: what this rank receives.
+void fill_places(Rank& rank, Flight& flight, const int32_t* ids);
+void fill_results(Rank& rank, Flight& flight);
+
+/// packed: encodes each token once and writes it to the final places of its rows. Fenced when it returns.
+void send_rows(Rank& rank, Flight& flight, const DispatchArgs& args);
+
+/// padded: the same into the owners' landing cells; needs no counts of other ranks. Fills `places` with cell numbers.
+void send_cells(Rank& rank, Flight& flight, const DispatchArgs& args);
+/// padded: copies the cells that arrived to expand_x, scales, source info, weights, in order.
+void close_gaps(Rank& rank, Flight& flight);
+
+/// in_place: encodes each token once into this rank's own window, and tells the owners of its rows where it lies. Nothing is
+/// copied when args.x is that place (Session::x).
+void send_in_place(Rank& rank, Flight& flight, const DispatchArgs& args);
+/// in_place: the row's payload and scales at its home. corrupt when the source info, which another rank wrote, points nowhere.
+Status find_row(const Flight& flight, int64_t row, ExpertBatch::Row* found);
+/// in_place: copies all rows to expand_x and scales, once.
+Status materialise(Rank& rank, Flight& flight);
+
+/// Zeroes the pad rows of expert_alignment and marks their source -1. Only this rank writes them.
+void write_pad_rows(Rank& rank, const Flight& flight);
+
+/// Copies the caller's y [rows,H] into the window, where other ranks read it.
+void place_y(Rank& rank, Flight& flight, const void* y);
+/// Writes every row of y to its home rank's slot (token, k), in combine's wire format. corrupt when a source info that
+/// came from another rank points outside that rank's tokens. Fenced when it returns.
+Status push_home(Rank& rank, Flight& flight, const void* y);
+
+/// Sums the rows of my tokens: read where the experts wrote them, or from my home rows.
+void sum_read(Rank& rank, Flight& flight, const CombineArgs& args);
+void sum_home(Rank& rank, Flight& flight, const CombineArgs& args);
+
+}  // namespace switchyard::ep

@@ -1,0 +1,219 @@
+#include "ep/flags.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+namespace switchyard::ep {
+namespace {
+
+using layout::Flag;
+using layout::Word;
+
+uint64_t load_acquire(const std::byte* at) {
+    // Pairs with the release store in Transport::raise().
+    auto* word = reinterpret_cast<uint64_t*>(const_cast<std::byte*>(at));
+    return std::atomic_ref<uint64_t>(*word).load(std::memory_order_acquire);
+}
+
+const char* flag_name(Flag flag) {
+    switch (flag) {
+        case Flag::counted: return "the counts";
+        case Flag::arrived: return "the rows";
+        case Flag::returned: return "the experts' output";
+        case Flag::gone: break;
+    }
+    return "the end";
+}
+
+// A verdict that every rank reaches by itself from the counts, in the same words.
+bool is_common_verdict(uint32_t code) {
+    const auto c = static_cast<Code>(code);
+    return c == Code::bad_input || c == Code::mismatch || c == Code::capacity;
+}
+
+// Every error of an epoch travels with its code. A death or an end is one for everybody; what speaks of the sender's own
+// view becomes "peer left".
+Code seen_from_outside(uint32_t code) {
+    const auto c = static_cast<Code>(code);
+    return is_common_verdict(code) || c == Code::peer_lost || c == Code::peer_closed ? c : Code::peer_left;
+}
+
+}  // namespace
+
+void raise_all(Rank& rank, Flag flag, uint64_t slot, Word word, const uint8_t* skip) {
+    const uint64_t offset = rank.window.flag_line(slot, rank.me()) + layout::flag_offset(flag);
+    for (int i = 0; i < rank.ranks(); ++i) {
+        const int p = (rank.me() + i) % rank.ranks();  // each rank starts elsewhere: no rank is everybody's last
+        if (!skip || !skip[p]) rank.link.raise(p, offset, word.bits);
+    }
+    rank.link.ring();
+}
+
+Word see(const Rank& rank, Flag flag, uint64_t slot, int writer) {
+    return {load_acquire(rank.own(rank.window.flag_line(slot, writer) + layout::flag_offset(flag)))};
+}
+
+void send_reason(Rank& rank, const Flight& flight, const Status& why) {
+    layout::Reason reason{};
+    reason.epoch = flight.epoch;
+    reason.code = static_cast<uint32_t>(why.code());
+    reason.text_bytes = static_cast<uint32_t>(std::min(why.text().size(), sizeof reason.text));
+    std::memcpy(reason.text, why.text().data(), reason.text_bytes);
+    for (int p = 0; p < rank.ranks(); ++p) {
+        const Place place{p, rank.window.reason(flight.slot, rank.me())};
+        rank.link.put({&place, 1}, &reason, sizeof reason);
+    }
+}
+
+void leave(Rank& rank, Flight& flight, const Status& why, int culprit) {
+    flight.open = false;
+    raise_all(rank, Flag::gone, flight.slot, Word::of(flight.epoch, static_cast<uint32_t>(why.code()), culprit));
+}
+
+bool has_closed(const Rank& rank, int peer) {
+    // Pairs with the release in raise_closed(): every flag of that session was raised before.
+    return load_acquire(rank.own(rank.window.member(peer))) != 0;
+}
+
+void raise_closed(Rank& rank) {
+    for (int p = 0; p < rank.ranks(); ++p) rank.link.raise(p, rank.window.member(rank.me()), 1);
+    rank.link.ring();
+}
+
+std::string reason_text(const Rank& rank, uint64_t slot, int writer, uint64_t epoch) {
+    if (writer < 0 || writer >= rank.ranks()) return {};
+    const auto published = [&](Flag flag) {
+        const Word word = see(rank, flag, slot, writer);
+        return word.epoch() == epoch && word.code() != 0;
+    };
+    if (!published(Flag::gone) && !published(Flag::counted) && !published(Flag::arrived)) return {};
+    layout::Reason reason;
+    std::memcpy(&reason, rank.own(rank.window.reason(slot, writer)), sizeof reason);
+    if (reason.epoch != epoch) return {};
+    std::string text(reason.text, std::min<size_t>(reason.text_bytes, sizeof reason.text));
+    for (char& c : text)
+        if (static_cast<unsigned char>(c) < 0x20 && c != '\n') c = '?';
+    return text;
+}
+
+void Await::begin(const Rank& rank, const Flight& flight, Flag flag, const uint8_t* skip) {
+    flag_ = flag;
+    gate_ = false;
+    epoch_ = own_ = flight.epoch;
+    slot_ = flight.slot;
+    refuser_ = culprit_ = -1;
+    refusal_ = 0;
+    looks_ = 0;
+    failure_ = {};
+    waiting_.clear();
+    for (int i = 0; i < rank.ranks(); ++i) {
+        const int p = (rank.me() + i) % rank.ranks();
+        if (!skip || !skip[p]) waiting_.push_back(p);
+    }
+}
+
+void Await::begin_gate(const Rank& rank, const Flight& flight) {
+    begin(rank, flight, Flag::returned);
+    gate_ = true;
+    const auto depth = static_cast<uint64_t>(rank.window.shape.depth);
+    if (flight.epoch <= depth) waiting_.clear();  // nobody has used the slot yet
+    epoch_ = flight.epoch - depth;
+}
+
+bool Await::there(const Rank& rank, int peer) {
+    const Word word = see(rank, flag_, slot_, peer);
+    if (word.epoch() == epoch_) {
+        if (!gate_ && word.code() != 0 && (refuser_ < 0 || peer < refuser_)) refuser_ = peer, refusal_ = word.code();
+        return true;
+    }
+    return gate_ && see(rank, Flag::gone, slot_, peer).epoch() >= epoch_;
+}
+
+bool Await::fail(Code code, int culprit, std::string text) {
+    culprit_ = culprit;
+    failure_ = Status(code, std::move(text));
+    return false;
+}
+
+// Left: `gone` of this epoch (or a later one in this slot) and then no `returned` of it, read in this order; in the other
+// order an error of a later epoch would pass for an error of this one.
+bool Await::somebody_left(const Rank& rank) {
+    for (int peer = 0; peer < rank.ranks(); ++peer) {
+        const Word gone = see(rank, Flag::gone, slot_, peer);
+        if (gone.epoch() < own_ || see(rank, Flag::returned, slot_, peer).epoch() == own_) continue;
+        // Once a refusal is known, only those count that will never raise the awaited flag: the reason to tell is the refusal.
+        if (refuser_ >= 0 && there(rank, peer)) continue;
+        // In dispatch this rank will reach the same verdict, in better words, as soon as it sees the counts.
+        if (flag_ != Flag::returned && is_common_verdict(gone.code())) continue;
+        const int culprit = gone.rank();
+        const Code code = seen_from_outside(gone.code());
+        if (code == Code::peer_lost || code == Code::peer_closed) {
+            fail(code, culprit,
+                 fmt::format("rank {} {}, as rank {} has seen in epoch {}. Open a new session with the ranks that are left.",
+                             culprit, code == Code::peer_lost ? "has died (its process ended)" : "closed its session", peer,
+                             own_));
+            return true;
+        }
+        std::string reason = gone.epoch() == own_ ? reason_text(rank, slot_, culprit, own_) : "";
+        if (reason.empty() && culprit != no_culprit && culprit != peer) reason = fmt::format("because of rank {}.", culprit);
+        fail(code, culprit,
+             fmt::format("rank {} gave up epoch {} ({}){}{}", peer, own_, code_name(static_cast<Code>(gone.code())),
+                         reason.empty() ? "." : ": ", reason));
+        return true;
+    }
+    return false;
+}
+
+Progress Await::poll(Rank& rank, bool thorough) {
+    rank.link.poll();
+    std::erase_if(waiting_, [&](int peer) { return there(rank, peer); });
+    const bool done = waiting_.empty();
+    if (!done && !thorough && ++looks_ % 64 != 0) return Progress::pending;
+    if (!gate_ && somebody_left(rank)) {
+        // It may have raised the awaited flags just before it left, with the refusal that is the reason.
+        std::erase_if(waiting_, [&](int peer) { return there(rank, peer); });
+        if (!waiting_.empty() || refuser_ < 0) return Progress::failed;
+        failure_ = {};
+        return Progress::done;
+    }
+    if (done) return Progress::done;
+
+    // In dispatch nobody can have finished the epoch without this rank: the end of any rank ends it, unless a refusal is on
+    // its way, after which everybody may do as he likes. In combine a fast rank may have finished and closed.
+    const bool anybody = !gate_ && flag_ != Flag::returned && refuser_ < 0;
+    for (int peer = 0; peer < rank.ranks(); ++peer) {
+        const Word gone = see(rank, Flag::gone, slot_, peer);
+        const bool is_lost = rank.link.lost(peer);
+        const bool is_closed = has_closed(rank, peer);
+        // Looked at last: it may have come while we looked.
+        if (there(rank, peer) && (!anybody || (gone.epoch() == own_ && is_common_verdict(gone.code())))) continue;
+        if (std::find(waiting_.begin(), waiting_.end(), peer) == waiting_.end() && !anybody) continue;  // not awaited at all
+        const Word word = see(rank, flag_, slot_, peer);
+        if (word.epoch() > own_) {
+            fail(Code::corrupt, peer,
+                 fmt::format("epoch {}: rank {} shows epoch {}. That process does not follow the protocol.", own_, peer,
+                             word.epoch()));
+            return Progress::failed;
+        }
+        if (is_lost || is_closed) {
+            fail(is_lost ? Code::peer_lost : Code::peer_closed, peer,
+                 fmt::format("rank {} {} while epoch {} waited for {}. Open a new session with the ranks that are left.", peer,
+                             is_lost ? "has died (its process ended)" : "closed its session", own_, awaited()));
+            return Progress::failed;
+        }
+    }
+    return Progress::pending;
+}
+
+std::string Await::awaited() const {
+    std::string who;
+    for (size_t i = 0; i < waiting_.size() && i < 8; ++i) who += fmt::format("{}{}", i ? ", " : "", waiting_[i]);
+    if (waiting_.size() > 8) who += fmt::format(" and {} more", waiting_.size() - 8);
+    return fmt::format("{} of rank{} {}", gate_ ? "the end of the slot's last epoch" : flag_name(flag_),
+                       waiting_.size() == 1 ? "" : "s", who);
+}
+
+}  // namespace switchyard::ep

@@ -1,0 +1,54 @@
+// Who: which rows go to which rank and to which place there. Pure functions of router output and counts.
+//
+//   topk_ids [T,K] --count_rows--> my count row [E] --(exchanged)--> counts [R,E] --place_experts--> first row of every expert
+//                                                                                  --place_rows----> place of each of my rows
+//
+// The order of rows at the owner is (local expert, source rank, token, k), so a rank's rows for one expert are consecutive.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "switchyard/options.hpp"
+
+namespace switchyard::ep {
+
+/// Which rank owns an expert, and as which of its local experts. The default: contiguous, the first E mod R own one more.
+struct Placement {
+    int64_t ranks = 0;
+    int64_t experts = 0;
+    std::vector<int32_t> owner;        ///< [E]
+    std::vector<ExpertRange> of_rank;  ///< [R]
+    int64_t local_max = 0;             ///< most experts of any rank
+
+    static Placement contiguous(int64_t ranks, int64_t experts);
+};
+
+/// Where the row of one slot (token, k) goes.
+struct RowPlace {
+    int32_t rank;  ///< owner of the expert; -1 for an unused slot
+    int32_t row;   ///< in its expand_x
+};
+
+/// First index of an id outside -1..experts-1, or n when all are good.
+int64_t find_bad_id(const int32_t* ids, int64_t n, int64_t experts);
+
+/// counts [E] = how often each expert occurs in ids [n]; -1 is skipped. Ids are good.
+void count_rows(const int32_t* ids, int64_t n, std::span<int32_t> counts);
+
+/// Lays every expert's rows out at its owner.
+///
+///   expert_first[e] = start of e in its owner's expand_x; rows of all sources, start a multiple of `alignment`
+///   rows_of[p]      = rows of rank p, pad rows included
+///
+/// counts [R,E] row-major, non-negative.
+void place_experts(const Placement& placement, std::span<const int32_t> counts, int64_t alignment,
+                   std::span<int64_t> expert_first, std::span<int64_t> rows_of);
+
+/// Places of the rows of rank `me`: places[t*K+k], the rows of one expert behind those of lower ranks, in (token, k) order.
+/// `next` [E] is scratch. Every row number fits 31 bits (place_experts' rows_of was checked).
+void place_rows(const Placement& placement, std::span<const int32_t> counts, std::span<const int64_t> expert_first, int64_t me,
+                const int32_t* ids, int64_t n, std::span<int32_t> next, RowPlace* places);
+
+}  // namespace switchyard::ep

@@ -1,0 +1,42 @@
+// The layout is header-only; this file makes sure that its headers stand alone and that the walk is constant arithmetic.
+#include "layout/window.hpp"
+
+namespace switchyard::layout {
+
+constexpr Window sample = window_of({.ranks = 2,
+                                     .depth = 2,
+                                     .experts = 8,
+                                     .experts_per_rank = 4,
+                                     .hidden = 7168,
+                                     .topk = 8,
+                                     .tokens_max = 256,
+                                     .rows_max = 4096,
+                                     .token = TokenType::f16,
+                                     .dispatch = Format::mxfp8_e5m2,
+                                     .combine = Format::int8_block8,
+                                     .weights = false,
+                                     .padded = false,
+                                     .push = false,
+                                     .in_place = false});
+static_assert(sample.row.payload_bytes == 7168 && sample.row.scale_count == 224);
+static_assert(sample.bytes == sample.slots + 2 * sample.slot_bytes && sample.slots % page_bytes == 0);
+
+// More than an address space: seen, not wrapped.
+constexpr Window huge = window_of({.ranks = 4095,
+                                   .depth = 64,
+                                   .experts = 1 << 20,
+                                   .experts_per_rank = 257,
+                                   .hidden = int64_t{1} << 31,
+                                   .topk = 8,
+                                   .tokens_max = (int64_t{1} << 28) - 1,
+                                   .rows_max = (int64_t{1} << 31) - 1,
+                                   .token = TokenType::f32,
+                                   .dispatch = Format::none,
+                                   .combine = Format::none,
+                                   .weights = true,
+                                   .padded = true,
+                                   .push = true,
+                                   .in_place = true});
+static_assert(huge.bytes == Region::limit_exceeded);
+
+}  // namespace switchyard::layout

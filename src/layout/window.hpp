@@ -1,0 +1,162 @@
+// The window of a rank: where everything lies, byte by byte (docs/window_format.md).
+//
+//   header | bell | member lines [R] | flag lines [D][R] | reasons [D][R] | slot 0 | slot 1 | ...
+//   slot:    count rows [R] | expand_x [rows] | scales [rows] | source info [rows] | weights [rows] | y [rows]
+//            | home rows [tokens_max * K] | landing cells [L][R][tokens_max * K] | x rows [tokens_max], x scales [tokens_max]
+//
+// The first line depends on ranks and depth only. Every rank's window has the same layout. Slots and their parts start on
+// pages. Constant arithmetic only, for host and device.
+#pragma once
+
+#include "layout/region.hpp"
+#include "layout/row.hpp"
+#include "layout/state.hpp"
+
+namespace switchyard::layout {
+
+inline constexpr uint64_t window_magic = 0x4452415943545753;  // "SWTCYARD" in memory order
+inline constexpr uint32_t window_version = 1;
+inline constexpr uint64_t page_bytes = 4096;
+inline constexpr uint64_t line_bytes = 64;
+
+/// Everything that decides the layout; equal on all ranks.
+struct WindowShape {
+    int64_t ranks;
+    int64_t depth;
+    int64_t experts;
+    int64_t experts_per_rank;  ///< most of any rank
+    int64_t hidden;
+    int64_t topk;
+    int64_t tokens_max;
+    int64_t rows_max;  ///< rows a rank can receive, pad rows included
+    TokenType token;
+    Format dispatch;
+    Format combine;
+    bool weights;   ///< topk weights travel with the rows
+    bool padded;    ///< landing cells exist
+    bool push;      ///< home rows exist
+    bool in_place;  ///< x rows exist
+};
+
+/// First page of a window, written by its owner when the session opens.
+struct WindowHeader {
+    uint64_t magic;
+    uint32_t version;
+    uint32_t header_bytes;
+    uint64_t window_bytes;
+    int64_t process;  ///< process id of the owner, as it sees itself
+    int32_t rank;
+    int32_t token, dispatch, combine;
+    int32_t weights, padded, push, in_place;
+    int64_t ranks, depth, experts, experts_per_rank, hidden, topk, tokens_max, rows_max;
+};
+static_assert(sizeof(WindowHeader) == 128 && sizeof(WindowHeader) <= page_bytes);
+
+/// One row in a landing cell: payload, scales, source info (rank, token, k, weight bits), padded to a line.
+struct CellRow {
+    int64_t scales_at;  ///< bytes from the start of the row
+    int64_t info_at;
+    int64_t stride;
+};
+SY_HD constexpr CellRow cell_row(const RowLayout& row) {
+    const int64_t scales_at = 16 * ceil_div(row.payload_bytes, 16);
+    const int64_t info_at = 16 * ceil_div(scales_at + row.scale_bytes(), 16);
+    const auto line = static_cast<int64_t>(line_bytes);
+    return {scales_at, info_at, line * ceil_div(info_at + 16, line)};
+}
+
+/// One row pushed home: payload, scales, padded to a line.
+struct HomeRow {
+    int64_t scales_at;
+    int64_t stride;
+};
+SY_HD constexpr HomeRow home_row(const RowLayout& row) {
+    const int64_t scales_at = 16 * ceil_div(row.payload_bytes, 16);
+    const auto line = static_cast<int64_t>(line_bytes);
+    return {scales_at, line * ceil_div(scales_at + row.scale_bytes(), line)};
+}
+
+/// All offsets, in bytes from the start of the window; those of a slot from the start of the slot.
+struct Window {
+    WindowShape shape;
+    RowLayout row;   ///< dispatch
+    RowLayout wire;  ///< combine
+    CellRow cell;
+    HomeRow home_slot;
+    int64_t cell_rows;  ///< rows of one (expert, source) cell: every row a source can send
+
+    uint64_t bell, members, flags, reasons, slots;
+    uint64_t counts, count_stride, expand_x, scales, source_info, weights, y, home, landing, x, x_scales;
+    uint64_t slot_bytes;
+    uint64_t bytes;  ///< of the whole window; Region::limit_exceeded when no address space could hold it
+
+    SY_HD constexpr uint64_t flag_line(uint64_t slot, int64_t writer) const {
+        return flags + (slot * static_cast<uint64_t>(shape.ranks) + static_cast<uint64_t>(writer)) * sizeof(FlagLine);
+    }
+    SY_HD constexpr uint64_t reason(uint64_t slot, int64_t writer) const {
+        return reasons + (slot * static_cast<uint64_t>(shape.ranks) + static_cast<uint64_t>(writer)) * sizeof(Reason);
+    }
+    SY_HD constexpr uint64_t member(int64_t writer) const {
+        return members + static_cast<uint64_t>(writer) * sizeof(MemberLine);
+    }
+    SY_HD constexpr uint64_t slot(uint64_t index) const { return slots + index * slot_bytes; }
+    SY_HD constexpr uint64_t count_row(uint64_t slot_index, int64_t writer) const {
+        return slot(slot_index) + counts + static_cast<uint64_t>(writer) * count_stride;
+    }
+    /// Landing cell row of local expert `expert`, from `source`, the `index`th.
+    SY_HD constexpr uint64_t cell_at(uint64_t slot_index, int64_t expert, int64_t source, int64_t index) const {
+        const int64_t n = (expert * shape.ranks + source) * cell_rows + index;
+        return slot(slot_index) + landing + static_cast<uint64_t>(n * cell.stride);
+    }
+    /// Home row of slot `k` of `token`.
+    SY_HD constexpr uint64_t home_at(uint64_t slot_index, int64_t token, int64_t k) const {
+        return slot(slot_index) + home + static_cast<uint64_t>((token * shape.topk + k) * home_slot.stride);
+    }
+};
+
+/// The walk: sizes and addresses of a window of that shape.
+SY_HD constexpr Window window_of(const WindowShape& s) {
+    Window w{};
+    w.shape = s;
+    w.row = row_layout(s.dispatch, s.token, s.hidden);
+    w.wire = row_layout(s.combine, s.token, s.hidden);
+    w.cell = cell_row(w.row);
+    w.home_slot = home_row(w.wire);
+    w.cell_rows = s.tokens_max * s.topk;
+
+    const auto ranks = static_cast<uint64_t>(s.ranks);
+    const auto depth = static_cast<uint64_t>(s.depth);
+    const auto rows = static_cast<uint64_t>(s.rows_max);
+
+    Region slot;
+    w.count_stride = line_bytes * static_cast<uint64_t>(ceil_div(static_cast<int64_t>(sizeof(CountHead)) + 4 * s.experts,
+                                                                 static_cast<int64_t>(line_bytes)));
+    w.counts = slot.take(ranks, w.count_stride, page_bytes);
+    w.expand_x = slot.take(rows, static_cast<uint64_t>(w.row.payload_bytes), page_bytes);
+    w.scales = slot.take(rows, static_cast<uint64_t>(w.row.scale_bytes()), page_bytes);
+    w.source_info = slot.take(rows, 12, page_bytes);
+    w.weights = slot.take(s.weights ? rows : 0, 4, page_bytes);
+    w.y = slot.take(rows, static_cast<uint64_t>(s.hidden * token_bytes(s.token)), page_bytes);
+    w.home = slot.take(s.push ? static_cast<uint64_t>(w.cell_rows) : 0, static_cast<uint64_t>(w.home_slot.stride), page_bytes);
+    // Cells of one expert first as a count of their own: the product of all four factors may not fit 64 bits.
+    Region cells;
+    cells.take(static_cast<uint64_t>(s.padded ? w.cell_rows : 0), static_cast<uint64_t>(w.cell.stride), 1);
+    w.landing = slot.take(s.padded ? ranks * static_cast<uint64_t>(s.experts_per_rank) : 0, cells.bytes(), page_bytes);
+    const uint64_t tokens = s.in_place ? static_cast<uint64_t>(s.tokens_max) : 0;
+    w.x = slot.take(tokens, static_cast<uint64_t>(w.row.payload_bytes), page_bytes);
+    w.x_scales = slot.take(tokens, static_cast<uint64_t>(w.row.scale_bytes()), page_bytes);
+    slot.take(0, 0, page_bytes);
+    w.slot_bytes = slot.bytes();
+
+    Region window;
+    window.take(1, page_bytes, page_bytes);
+    w.bell = window.take(1, sizeof(Bell), line_bytes);
+    w.members = window.take(ranks, sizeof(MemberLine), line_bytes);
+    w.flags = window.take(depth * ranks, sizeof(FlagLine), line_bytes);
+    w.reasons = window.take(depth * ranks, sizeof(Reason), line_bytes);
+    w.slots = window.take(depth, w.slot_bytes, page_bytes);
+    w.bytes = window.bytes();
+    return w;
+}
+
+}  // namespace switchyard::layout

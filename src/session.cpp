@@ -1,0 +1,689 @@
+// Opens everything, waits, and throws: the only file of the library that does the latter two.
+#include "switchyard/session.hpp"
+
+#include <fmt/format.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#include "core/clock.hpp"
+#include "ep/combine.hpp"
+#include "ep/dispatch.hpp"
+#include "layout/window.hpp"
+#include "quant/quant.hpp"
+#include "transport/transport.hpp"
+
+namespace switchyard {
+namespace {
+
+void throw_if(const Status& status) {
+    if (!status.ok()) throw Error(status);
+}
+
+// ---------------------------------------------------------------------------------------------------------------- group
+
+int64_t number_from_environment(const char* name, int64_t low, int64_t high) {
+    const char* text = std::getenv(name);
+    if (!text)
+        throw Error(
+            Status(Code::bad_input, fmt::format("environment variable {} is not set. Start the ranks with torchrun, with "
+                                                "`switchyard run`, or fill in a Group yourself.",
+                                                name)));
+    char* end = nullptr;
+    const long long value = std::strtoll(text, &end, 10);
+    if (end == text || *end || value < low || value > high)
+        throw Error(
+            Status(Code::bad_input, fmt::format("environment variable {} is \"{}\"; allowed: {}..{}.", name, text, low, high)));
+    return value;
+}
+
+// Sessions of one process that use the same name are told apart by their number: all ranks open them in the same order.
+int64_t opened_before(const std::string& name) {
+    static std::mutex lock;
+    static std::map<std::string, int64_t> opened;
+    const std::lock_guard guard(lock);
+    return opened[name]++;
+}
+
+// ----------------------------------------------------------------------------------------------------------------- cards
+
+// What a rank shows the others when a session opens: its agreed options, or why it refuses.
+struct CardHead {
+    uint64_t magic = layout::window_magic;
+    uint32_t format = layout::window_version;
+    uint32_t options = 0;  // how many values follow
+    uint32_t refusal_code = 0;
+    uint32_t text_bytes = 0;  // of the refusal, behind the values
+};
+
+std::vector<std::byte> make_card(const Options& options, const Status& refusal) {
+    std::vector<int64_t> values;
+    for (const OptionInfo& info : option_table())
+        if (info.agreed) values.push_back(info.get(options));
+    CardHead head;
+    head.options = static_cast<uint32_t>(values.size());
+    head.refusal_code = static_cast<uint32_t>(refusal.code());
+    head.text_bytes = static_cast<uint32_t>(std::min<size_t>(refusal.text().size(), 4096));
+    std::vector<std::byte> card(sizeof head + values.size() * 8 + head.text_bytes);
+    std::memcpy(card.data(), &head, sizeof head);
+    std::memcpy(card.data() + sizeof head, values.data(), values.size() * 8);
+    std::memcpy(card.data() + sizeof head + values.size() * 8, refusal.text().data(), head.text_bytes);
+    return card;
+}
+
+// The verdict over all cards; every rank computes the same.
+Status compare_cards(const std::vector<std::vector<std::byte>>& cards) {
+    std::vector<int64_t> first;
+    for (size_t r = 0; r < cards.size(); ++r) {
+        CardHead head;
+        const std::vector<std::byte>& card = cards[r];
+        if (card.size() < sizeof head) return {Code::corrupt, fmt::format("rank {} sent a card of {} bytes.", r, card.size())};
+        std::memcpy(&head, card.data(), sizeof head);
+        if (head.magic != layout::window_magic || head.format != layout::window_version)
+            return {Code::mismatch,
+                    fmt::format("rank {} has window format {}, this build has {}. Start all ranks from one version.", r,
+                                head.magic == layout::window_magic ? fmt::format("{}", head.format) : "unknown",
+                                layout::window_version)};
+        if (card.size() != sizeof head + size_t{head.options} * 8 + head.text_bytes)
+            return {Code::corrupt,
+                    fmt::format("rank {} sent a card of {} bytes with {} options.", r, card.size(), head.options)};
+        if (head.refusal_code != 0)
+            return {static_cast<Code>(head.refusal_code),
+                    fmt::format("rank {}: {}", r,
+                                std::string(reinterpret_cast<const char*>(card.data() + card.size() - head.text_bytes),
+                                            head.text_bytes))};
+        std::vector<int64_t> values(head.options);
+        std::memcpy(values.data(), card.data() + sizeof head, values.size() * 8);
+        if (r == 0) {
+            first = values;
+            continue;
+        }
+        size_t i = 0;
+        for (const OptionInfo& info : option_table()) {
+            if (!info.agreed) continue;
+            if (i >= values.size() || i >= first.size())
+                return {Code::mismatch,
+                        fmt::format("ranks 0 and {} know different options. Start all ranks from one version.", r)};
+            if (values[i] != first[i]) {
+                Options a, b;
+                info.set(a, first[i]);
+                info.set(b, values[i]);
+                return {Code::mismatch, fmt::format("option {}: rank 0 has {}, rank {} has {}. Give all ranks the same.",
+                                                    info.name, option_text(info, a), r, option_text(info, b))};
+            }
+            ++i;
+        }
+    }
+    return {};
+}
+
+// ----------------------------------------------------------------------------------------------------------------- waiting
+
+// CPUs this process may use: its affinity, cut by a cgroup quota.
+int usable_cpus() {
+    cpu_set_t set;
+    int cpus = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+    if (std::FILE* f = std::fopen("/sys/fs/cgroup/cpu.max", "re")) {
+        long long quota = 0, period = 0;
+        if (std::fscanf(f, "%lld %lld", &quota, &period) == 2 && period > 0)
+            cpus = std::min(cpus, static_cast<int>((quota + period - 1) / period));
+        std::fclose(f);
+    }
+    return std::max(cpus, 1);
+}
+
+// Polls a step until it ends: first spinning, when every rank can have a CPU of its own, then asleep in slices.
+class Waiter {
+ public:
+    Waiter(Transport& link, int64_t spin_ns) : link_(link), spin_ns_(spin_ns) {}
+
+    /// poll(thorough) -> Progress; at the deadline give_up(waited_ms) ends the step. Returns the step's end.
+    template <class Poll, class GiveUp>
+    ep::Progress wait(Deadline deadline, Poll poll, GiveUp give_up) {
+        constexpr int64_t slice_ns = 10'000'000;  // bounds what a raiser that dies between flag and wake-up can cost
+        int64_t spin_until = now_ns() + spin_ns_;
+        for (;;) {
+            ep::Progress progress = poll(false);
+            if (progress != ep::Progress::pending) return progress;
+            const int64_t now = now_ns();
+            if (now >= deadline.at_ns) {
+                // One last look: a rank that was stopped itself may find everything there.
+                if (progress = poll(true); progress != ep::Progress::pending) return progress;
+                give_up(deadline.waited_ms());
+                return ep::Progress::failed;
+            }
+            if (now < spin_until) {
+                relax();
+                continue;
+            }
+            const uint32_t ticket = link_.announce();
+            progress = poll(true);
+            if (progress == ep::Progress::pending) link_.sleep(ticket, std::min(slice_ns, deadline.at_ns - now));
+            link_.awake();
+            if (progress != ep::Progress::pending) return progress;
+            spin_until = now_ns() + std::min<int64_t>(spin_ns_, 20'000);
+        }
+    }
+
+ private:
+    static void relax() {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        asm volatile("isb");
+#endif
+    }
+    Transport& link_;
+    const int64_t spin_ns_;
+};
+
+}  // namespace
+
+Group Group::from_environment(const std::string& label) {
+    Group group;
+    group.size = static_cast<int>(number_from_environment("WORLD_SIZE", 1, 4095));
+    group.rank = static_cast<int>(number_from_environment("RANK", 0, group.size - 1));
+    if (std::getenv("LOCAL_WORLD_SIZE"))
+        if (const int64_t local = number_from_environment("LOCAL_WORLD_SIZE", 1, group.size); local != group.size)
+            throw Error(
+                Status(Code::bad_input, fmt::format("LOCAL_WORLD_SIZE is {} and WORLD_SIZE {}: the job spans several hosts; "
+                                                    "this build joins the ranks of one host.",
+                                                    local, group.size)));
+    const char* address = std::getenv("MASTER_ADDR");
+    const char* port = std::getenv("MASTER_PORT");
+    const char* token = std::getenv("SWITCHYARD_TOKEN");
+    if (group.size > 1 && (!address || !port))
+        throw Error(Status(Code::bad_input,
+                           fmt::format("environment variable {} is not set; it tells this job from others on the host.",
+                                       address ? "MASTER_PORT" : "MASTER_ADDR")));
+    group.name = fmt::format("{}:{}/{}", address ? address : "", port ? port : "", label);
+    group.token = token ? token : "";
+    return group;
+}
+
+// --------------------------------------------------------------------------------------------------------------- session
+
+struct Session::Impl {
+    std::unique_ptr<Transport> link;
+    std::unique_ptr<ep::Workers> workers;
+    std::unique_ptr<ep::Rank> rank;
+    std::vector<ep::Flight> flights;  // [depth]
+    ep::DispatchStep dispatch;
+    ep::CombineStep combine;
+    ep::Await gate;  // of x()
+    uint64_t last_epoch = 0;
+    int64_t spin_ns = 0;
+    Status untold;  // an error of mine that the other ranks must hear of in the next dispatch
+    bool closed = false;
+
+    void close() {
+        if (closed || !rank) return;
+        closed = true;
+        if (!rank->here()) {
+            static_cast<void>(workers.release());  // a forked child has neither the windows nor the threads
+            return;
+        }
+        ep::raise_closed(*rank);  // first: who finds a batch dropped then knows why
+        for (ep::Flight& f : flights)
+            if (f.open) ep::drop(*rank, f);
+    }
+    ~Impl() { close(); }
+
+    void refuse_ended(const char* call) const {
+        if (closed) throw Error(Status(Code::stale, fmt::format("{} on a session that was closed. Open a new one.", call)));
+        if (!rank->here())
+            throw Error(
+                Status(Code::stale, fmt::format("{} in process {} on a session of process {}: a forked child has no windows. "
+                                                "Fork first, then open.",
+                                                call, getpid(), rank->process)));
+    }
+    void refuse_open(const ep::Flight& flight, uint64_t epoch) const {
+        if (flight.open)
+            throw Error(Status(Code::depth,
+                               fmt::format("dispatch {}: epoch {} is still open and depth is {}. Combine or drop its batch "
+                                           "first, or open the session with a larger depth.",
+                                           epoch, flight.epoch, rank->options.depth)));
+    }
+
+    static std::shared_ptr<Impl> open(const Options& wanted, std::unique_ptr<Transport> link);
+};
+
+std::shared_ptr<Session::Impl> Session::Impl::open(const Options& wanted, std::unique_ptr<Transport> link) {
+    auto impl = std::make_shared<Impl>();
+    Options options = wanted;
+    const Deadline deadline = Deadline::after_ms(options.timeout_ms >= 1 ? options.timeout_ms : Options().timeout_ms);
+    const auto ranks = static_cast<int64_t>(link->size());
+
+    // What this rank can find wrong alone. It still meets the others, so that all of them get the error.
+    Status refusal = check_options(options, ranks);
+    const quant::Kernels* kernels = quant::find_kernels(options.simd);
+    if (refusal.ok() && !kernels) {
+        std::string have;
+        for (const quant::Kernels* k : quant::available_kernels())
+            have += fmt::format("{}{}", have.empty() ? "" : ", ", k->name);
+        refusal = Status(Code::bad_input, fmt::format("option simd is {}; this build on this processor has: {}.",
+                                                      option_text(*find_option("simd"), options), have));
+    }
+    if (refusal.ok()) {
+        try {
+            impl->workers = std::make_unique<ep::Workers>(options.workers);
+        } catch (const std::system_error& e) {
+            refusal = Status(Code::system, fmt::format("{} worker threads cannot be started: {}. Lower option workers.",
+                                                       options.workers - 1, e.what()));
+        }
+    }
+    layout::Window window{};
+    if (refusal.ok()) {
+        if (options.landing == Landing::automatic) options.landing = Landing::packed;
+        options.simd = kernels->simd;
+        const ep::Placement placement = ep::Placement::contiguous(ranks, options.experts);
+        const int64_t worst = options.tokens_max * options.topk * ranks + placement.local_max * (options.expert_alignment - 1);
+        if (options.rows_max == 0) options.rows_max = std::min(worst, (int64_t{1} << 31) - 1);
+        window = layout::window_of({.ranks = ranks,
+                                    .depth = options.depth,
+                                    .experts = options.experts,
+                                    .experts_per_rank = placement.local_max,
+                                    .hidden = options.hidden,
+                                    .topk = options.topk,
+                                    .tokens_max = options.tokens_max,
+                                    .rows_max = options.rows_max,
+                                    .token = options.dtype,
+                                    .dispatch = options.dispatch_quant,
+                                    .combine = options.combine_quant,
+                                    .weights = options.deliver_weights,
+                                    .padded = options.landing == Landing::padded,
+                                    .push = options.combine_path != CombinePath::read,
+                                    .in_place = options.landing == Landing::in_place});
+        if (window.bytes == layout::Region::limit_exceeded)
+            refusal = Status(Code::capacity,
+                             fmt::format("a window for {} rows of {} columns at depth {} does not fit an address space. Lower "
+                                         "rows_max (0 = the worst case), tokens_max or depth.",
+                                         options.rows_max, options.hidden, options.depth));
+    }
+
+    const std::vector<std::byte> card = make_card(options, refusal);
+    std::vector<std::vector<std::byte>> cards;
+    const Status attached = link->attach(
+        {.card = card, .window_bytes = refusal.ok() ? window.bytes : 0, .bell_offset = window.bell}, deadline, &cards);
+    throw_if(attached);
+    throw_if(compare_cards(cards));
+
+    bool all_reachable = true;
+    for (int r = 0; r < link->size(); ++r) all_reachable = all_reachable && link->reach(r);
+    if (options.combine_path == CombinePath::automatic)
+        options.combine_path = all_reachable ? CombinePath::read : CombinePath::push;
+    if (options.combine_path == CombinePath::read && !all_reachable)
+        throw Error(Status(Code::bad_input,
+                           "option combine_path is read, but the windows of other ranks cannot be loaded over this "
+                           "transport; use push or auto."));
+
+    if (options.landing == Landing::in_place && !all_reachable)
+        throw Error(Status(Code::bad_input,
+                           "option landing is in_place, but the windows of other ranks cannot be loaded over this "
+                           "transport; use packed or auto."));
+
+    impl->link = std::move(link);
+    // What fails from here on fails on this rank alone: the others learn it, as of any closed session, by close().
+    impl->rank = std::make_unique<ep::Rank>(*impl->link, window, *kernels, *impl->workers, options);
+    impl->flights.resize(static_cast<size_t>(options.depth));
+    for (ep::Flight& f : impl->flights) f.allocate(*impl->rank);
+    impl->dispatch.allocate(*impl->rank);
+    impl->combine.allocate(*impl->rank);
+    impl->gate.allocate(*impl->rank);
+    // Spinning pays only while nobody who is awaited needs this CPU.
+    impl->spin_ns = ranks * options.workers <= usable_cpus() ? 200'000 : 0;
+
+    const layout::WindowHeader header{.magic = layout::window_magic,
+                                      .version = layout::window_version,
+                                      .header_bytes = sizeof(layout::WindowHeader),
+                                      .window_bytes = window.bytes,
+                                      .process = getpid(),
+                                      .rank = impl->link->rank(),
+                                      .token = static_cast<int32_t>(options.dtype),
+                                      .dispatch = static_cast<int32_t>(options.dispatch_quant),
+                                      .combine = static_cast<int32_t>(options.combine_quant),
+                                      .weights = window.shape.weights,
+                                      .padded = window.shape.padded,
+                                      .push = window.shape.push,
+                                      .in_place = window.shape.in_place,
+                                      .ranks = ranks,
+                                      .depth = options.depth,
+                                      .experts = options.experts,
+                                      .experts_per_rank = window.shape.experts_per_rank,
+                                      .hidden = options.hidden,
+                                      .topk = options.topk,
+                                      .tokens_max = options.tokens_max,
+                                      .rows_max = options.rows_max};
+    std::memcpy(impl->link->window(), &header, sizeof header);
+    return impl;
+}
+
+Session Session::open(const Options& options, const Group& group) {
+    if (group.size < 1 || group.rank < 0 || group.rank >= group.size)
+        throw Error(
+            Status(Code::bad_input, fmt::format("group: rank {} of {}; allowed: rank 0..size-1.", group.rank, group.size)));
+    const std::string name = fmt::format("{}#{}", group.name, opened_before(fmt::format("{}@{}", group.name, group.rank)));
+    return Session(
+        Impl::open(options, make_shm_transport({.rank = group.rank, .size = group.size, .name = name, .token = group.token})));
+}
+
+std::vector<Session> Session::open_local(const Options& options, int ranks) {
+    return open_local(std::vector<Options>(static_cast<size_t>(std::max(ranks, 0)), options));
+}
+
+std::vector<Session> Session::open_local(std::span<const Options> options) {
+    if (options.empty()) throw Error(Status(Code::bad_input, "open_local: no ranks; give one Options per rank."));
+    std::vector<std::unique_ptr<Transport>> links = make_local_transports(static_cast<int>(options.size()));
+    std::vector<std::shared_ptr<Impl>> impls(options.size());
+    std::vector<std::exception_ptr> errors(options.size());
+    std::vector<std::thread> threads;
+    Status refused;
+    try {
+        for (size_t r = 0; r < options.size(); ++r)
+            threads.emplace_back([&, r] {
+                try {
+                    impls[r] = Impl::open(options[r], std::move(links[r]));
+                } catch (...) {
+                    errors[r] = std::current_exception();
+                }
+            });
+    } catch (const std::system_error& e) {
+        refused = Status(Code::system, fmt::format("open_local: thread {} of {} cannot be started: {}.", threads.size(),
+                                                   options.size(), e.what()));
+        for (size_t r = threads.size(); r < links.size(); ++r) links[r].reset();  // those that started stop waiting
+    }
+    for (std::thread& t : threads) t.join();
+    throw_if(refused);
+    for (const std::exception_ptr& error : errors)
+        if (error) std::rethrow_exception(error);
+    std::vector<Session> sessions;
+    for (std::shared_ptr<Impl>& impl : impls) sessions.push_back(Session(std::move(impl)));
+    return sessions;
+}
+
+Session::Session(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Session::Session(Session&&) noexcept = default;
+Session& Session::operator=(Session&& other) noexcept {
+    if (this != &other) {
+        if (impl_) impl_->close();
+        impl_ = std::move(other.impl_);
+    }
+    return *this;
+}
+Session::~Session() {
+    if (impl_) impl_->close();
+}
+void Session::close() {
+    impl_->close();
+}
+
+ExpertBatch Session::dispatch(const DispatchArgs& args) {
+    Impl& s = *impl_;
+    const auto depth = static_cast<uint64_t>(s.rank->options.depth);
+    s.refuse_ended("dispatch");
+    const uint64_t epoch = s.last_epoch + 1;
+    ep::Flight& flight = s.flights[epoch % depth];
+    s.refuse_open(flight, epoch);
+    if (epoch > layout::Word::epoch_max)
+        throw Error(Status(Code::capacity, "the last epoch of this session is used up. Open a new one."));
+
+    const Deadline deadline = Deadline::after_ms(args.timeout_ms > 0 ? args.timeout_ms : s.rank->options.timeout_ms);
+    s.last_epoch = epoch;
+    ++s.rank->stats.dispatches;
+    flight.epoch = epoch;
+    flight.slot = epoch % depth;
+    s.dispatch.start(*s.rank, flight, args, s.untold);
+    s.untold = {};
+
+    int64_t mark = now_ns();
+    const auto poll = [&](bool thorough) {
+        const auto phase = s.dispatch.phase();
+        const ep::Progress progress = s.dispatch.poll(*s.rank, flight, thorough);
+        // Time since the last look is waiting when nothing moved on, else this rank's own work.
+        const int64_t now = now_ns();
+        if (phase == s.dispatch.phase())
+            (phase == ep::DispatchStep::Phase::rows ? s.rank->stats.wait_ns_rows : s.rank->stats.wait_ns_counts) += now - mark;
+        mark = now;
+        return progress;
+    };
+    const ep::Progress end =
+        Waiter(*s.link, s.spin_ns).wait(deadline, poll, [&](int64_t ms) { s.dispatch.give_up(*s.rank, flight, ms); });
+    if (end != ep::Progress::done) throw Error(s.dispatch.status());
+    return ExpertBatch(impl_, &flight, epoch);
+}
+
+void* Session::x() {
+    Impl& s = *impl_;
+    s.refuse_ended("x");
+    const Options& o = s.rank->options;
+    if (o.landing != Landing::in_place || o.dispatch_quant != Format::none) return nullptr;
+    // The next dispatch's slot: free once every rank has closed the epoch that used it.
+    const uint64_t epoch = s.last_epoch + 1;
+    ep::Flight& flight = s.flights[epoch % static_cast<uint64_t>(o.depth)];
+    s.refuse_open(flight, epoch);
+    ep::Flight next;
+    next.epoch = epoch;
+    next.slot = epoch % static_cast<uint64_t>(o.depth);
+    s.gate.begin_gate(*s.rank, next);
+    const Deadline deadline = Deadline::after_ms(o.timeout_ms);
+    Status late;
+    const ep::Progress end =
+        Waiter(*s.link, s.spin_ns)
+            .wait(
+                deadline, [&](bool thorough) { return s.gate.poll(*s.rank, thorough); },
+                [&](int64_t ms) {
+                    late = Status(Code::timed_out, fmt::format("x of dispatch {} timed out on rank {} after {} ms "
+                                                               "waiting for {}.",
+                                                               epoch, s.link->rank(), ms, s.gate.awaited()));
+                });
+    if (end != ep::Progress::done) throw Error(late.ok() ? s.gate.failure() : late);
+    const layout::Window& w = s.rank->window;
+    return s.rank->own(w.slot(next.slot) + w.x);
+}
+
+void Session::combine(ExpertBatch& batch, const CombineArgs& args) {
+    Impl& s = *impl_;
+    s.refuse_ended("combine");
+    if (!batch.flight_) throw Error(Status(Code::stale, "combine of an empty batch: it was combined already, or moved away."));
+    if (batch.session_.get() != impl_.get())
+        throw Error(Status(Code::stale,
+                           fmt::format("combine on rank {} of a batch that another session dispatched (epoch {} of rank {}).",
+                                       s.link->rank(), batch.epoch_, batch.flight_->rank->me())));
+    ep::Flight& flight = *batch.flight_;
+    if (!flight.open || flight.epoch != batch.epoch_)
+        throw Error(
+            Status(Code::stale, fmt::format("combine of the batch of epoch {}, which has ended; its slot holds epoch {} now.",
+                                            batch.epoch_, flight.epoch)));
+
+    const Deadline deadline = Deadline::after_ms(args.timeout_ms > 0 ? args.timeout_ms : s.rank->options.timeout_ms);
+    ++s.rank->stats.combines;
+    s.combine.start(*s.rank, flight, args);
+    // The batch is used up; what it views stays readable until this call returns.
+    const std::shared_ptr<void> alive = std::move(batch.session_);
+    batch.flight_ = nullptr;
+
+    int64_t mark = now_ns();
+    const auto poll = [&](bool thorough) {
+        const ep::Progress progress = s.combine.poll(*s.rank, flight, thorough);
+        const int64_t now = now_ns();
+        if (progress == ep::Progress::pending) s.rank->stats.wait_ns_returned += now - mark;
+        mark = now;
+        return progress;
+    };
+    const ep::Progress end =
+        Waiter(*s.link, s.spin_ns).wait(deadline, poll, [&](int64_t ms) { s.combine.give_up(*s.rank, flight, ms); });
+    if (end == ep::Progress::done) return;
+    if (s.combine.untold())
+        s.untold = Status(s.combine.status().code(),
+                          fmt::format("rank {}: its combine of epoch {} failed after this rank's rows had been offered: {}",
+                                      s.link->rank(), flight.epoch, s.combine.status().text()));
+    throw Error(s.combine.status());
+}
+
+int Session::rank() const {
+    return impl_->link->rank();
+}
+int Session::size() const {
+    return impl_->link->size();
+}
+const Options& Session::options() const {
+    return impl_->rank->options;
+}
+const char* Session::simd_name() const {
+    return impl_->rank->kernels.name;
+}
+int64_t Session::experts_local() const {
+    return impl_->rank->placement.of_rank[static_cast<size_t>(rank())].count();
+}
+int64_t Session::window_bytes() const {
+    return static_cast<int64_t>(impl_->rank->window.bytes);
+}
+SessionStats Session::stats() const {
+    return impl_->rank->stats;
+}
+
+// ----------------------------------------------------------------------------------------------------------------- batch
+
+ExpertBatch::ExpertBatch(std::shared_ptr<void> session, ep::Flight* flight, uint64_t epoch)
+    : session_(std::move(session)), flight_(flight), epoch_(epoch) {}
+
+ExpertBatch::ExpertBatch(ExpertBatch&& other) noexcept
+    : session_(std::move(other.session_)), flight_(std::exchange(other.flight_, nullptr)), epoch_(other.epoch_) {}
+
+ExpertBatch& ExpertBatch::operator=(ExpertBatch&& other) noexcept {
+    if (this != &other) {
+        ExpertBatch old(std::move(*this));
+        session_ = std::move(other.session_);
+        flight_ = std::exchange(other.flight_, nullptr);
+        epoch_ = other.epoch_;
+    }
+    return *this;
+}
+
+ExpertBatch::~ExpertBatch() {
+    if (!flight_ || !flight_->open || flight_->epoch != epoch_ || !flight_->rank->here()) return;
+    ep::drop(const_cast<ep::Rank&>(*flight_->rank), *flight_);
+}
+
+const ep::Flight& ExpertBatch::flight() const {
+    if (!flight_ || !flight_->open || flight_->epoch != epoch_)
+        throw Error(Status(Code::stale, fmt::format("the batch of epoch {} has ended; its rows are gone.", epoch_)));
+    return *flight_;
+}
+
+namespace {
+const std::byte* part(const ep::Flight& f, uint64_t offset) {
+    return f.rank->own(f.rank->window.slot(f.slot) + offset);
+}
+}  // namespace
+
+int64_t ExpertBatch::rows() const {
+    return flight().rows;
+}
+int64_t ExpertBatch::tokens() const {
+    return flight().tokens;
+}
+uint64_t ExpertBatch::epoch() const {
+    return epoch_;
+}
+const void* ExpertBatch::expand_x() const {
+    const ep::Flight& f = flight();
+    throw_if(ep::materialise(const_cast<ep::Rank&>(*f.rank), *flight_));
+    return part(f, f.rank->window.expand_x);
+}
+const void* ExpertBatch::dynamic_scales() const {
+    const ep::Flight& f = flight();
+    throw_if(ep::materialise(const_cast<ep::Rank&>(*f.rank), *flight_));
+    return scale_bytes() ? part(f, f.rank->window.scales) : nullptr;
+}
+int64_t ExpertBatch::payload_bytes() const {
+    return flight().rank->window.row.payload_bytes;
+}
+int64_t ExpertBatch::scale_bytes() const {
+    return flight().rank->window.row.scale_bytes();
+}
+std::span<const int32_t> ExpertBatch::assist_info_for_combine() const {
+    const ep::Flight& f = flight();
+    return {reinterpret_cast<const int32_t*>(part(f, f.rank->window.source_info)), static_cast<size_t>(f.rows * 3)};
+}
+std::span<const int64_t> ExpertBatch::expert_token_nums() const {
+    return flight().expert_token_nums;
+}
+std::span<const int32_t> ExpertBatch::ep_recv_count() const {
+    return flight().ep_recv_count;
+}
+std::span<const int64_t> ExpertBatch::expert_offsets() const {
+    return flight().expert_offsets;
+}
+const float* ExpertBatch::weights() const {
+    const ep::Flight& f = flight();
+    return f.rank->window.shape.weights ? reinterpret_cast<const float*>(part(f, f.rank->window.weights)) : nullptr;
+}
+void* ExpertBatch::y() const {
+    return const_cast<std::byte*>(part(flight(), flight().rank->window.y));
+}
+
+ExpertBatch::Row ExpertBatch::row(int64_t i) const {
+    const ep::Flight& f = flight();
+    if (i < 0 || i >= f.rows)
+        throw Error(
+            Status(Code::bad_input, fmt::format("row {} of the batch of epoch {}; rows are 0..{}.", i, epoch_, f.rows - 1)));
+    const layout::Window& w = f.rank->window;
+    if (f.rank->options.landing == Landing::in_place && !f.materialised) {
+        Row found;
+        throw_if(ep::find_row(f, i, &found));
+        return found;
+    }
+    return {part(f, w.expand_x) + i * w.row.payload_bytes,
+            w.row.scale_bytes() ? part(f, w.scales) + i * w.row.scale_bytes() : nullptr};
+}
+
+namespace {
+// Rows first..first+count-1 of a local expert as rows of the batch.
+int64_t first_row(const ep::Flight& f, int64_t expert, int64_t first, int64_t count) {
+    const auto experts = static_cast<int64_t>(f.expert_offsets.size()) - 1;
+    const bool known = expert >= 0 && expert < experts;
+    const int64_t start = known ? f.expert_offsets[static_cast<size_t>(expert)] : 0;
+    const int64_t rows = known ? f.expert_offsets[static_cast<size_t>(expert) + 1] - start : 0;
+    if (known && first >= 0 && count >= 0 && first <= rows && count <= rows - first) return start + first;
+    throw Error(
+        Status(Code::bad_input,
+               fmt::format("gather of rows {}..{} of local expert {}: {}.", first, first + count - 1, expert,
+                           known ? fmt::format("it has {} rows", rows) : fmt::format("this rank has {} experts", experts))));
+}
+}  // namespace
+
+void ExpertBatch::gather(int64_t expert, int64_t first, int64_t count, void* tile, void* tile_scales) const {
+    const ep::Flight& f = flight();
+    const layout::Window& w = f.rank->window;
+    const int64_t start = first_row(f, expert, first, count);
+    auto* to = static_cast<std::byte*>(tile);
+    auto* scales_to = static_cast<std::byte*>(tile_scales);
+    for (int64_t i = 0; i < count; ++i) {
+        const Row from = row(start + i);
+        std::memcpy(to + i * w.row.payload_bytes, from.payload, static_cast<size_t>(w.row.payload_bytes));
+        if (from.scales && scales_to)
+            std::memcpy(scales_to + i * w.row.scale_bytes(), from.scales, static_cast<size_t>(w.row.scale_bytes()));
+    }
+}
+
+void ExpertBatch::gather_f32(int64_t expert, int64_t first, int64_t count, float* tile) const {
+    const ep::Flight& f = flight();
+    const layout::WindowShape& s = f.rank->window.shape;
+    const int64_t start = first_row(f, expert, first, count);
+    for (int64_t i = 0; i < count; ++i) {
+        const Row from = row(start + i);
+        f.rank->kernels.decode(f.rank->options.dispatch_format(), s.token, from.payload, from.scales, s.hidden,
+                               tile + i * s.hidden);
+    }
+}
+
+}  // namespace switchyard

@@ -1,0 +1,236 @@
+#!/usr/bin/env python3
+"""The command line as a user meets it: exit codes, texts, files, and what is left behind.
+
+    cli_test.py SWITCHYARD GOLDEN_DIR [unittest arguments]
+"""
+
+import glob
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+SWITCHYARD, GOLDEN = sys.argv[1], sys.argv[2]
+WATCHDOG_S = 240  # ends a command that hangs; no test depends on it otherwise
+
+
+def command(*arguments, **more):
+    return subprocess.run([SWITCHYARD, *map(str, arguments)], capture_output=True, text=True, timeout=WATCHDOG_S, **more)
+
+
+def read(path, mode="r"):
+    with open(path, mode) as file:
+        return file.read()
+
+
+def write(path, data):
+    with open(path, "wb") as file:
+        file.write(data)
+
+
+def environment_of(process):
+    return dict(entry.split("=", 1) for entry in read(f"/proc/{process}/environ").split("\0") if "=" in entry)
+
+
+class Cases(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.mkdtemp()
+        self.addCleanup(shutil.rmtree, self.folder)
+
+    def right(self, *arguments):
+        done = command(*arguments)
+        self.assertEqual(done.returncode, 0, f"{arguments}: {done.stdout}{done.stderr}")
+        return done
+
+    def test_every_golden_case_is_byte_equal_with_each_landing_workers_and_kernels(self):
+        cases = sorted(glob.glob(GOLDEN + "/*/case.json"))
+        self.assertGreaterEqual(len(cases), 11)
+        for case in map(os.path.dirname, cases):
+            for landing in ("packed", "padded"):
+                for workers in (1, 3):
+                    for simd in ("scalar", "auto"):
+                        out = os.path.join(self.folder, "out")
+                        shutil.rmtree(out, ignore_errors=True)
+                        self.right("run", case, "--output", out, "--landing", landing, "--workers", workers, "--simd", simd)
+                        said = self.right("verify", case, "--output", out).stdout
+                        self.assertIn("right", said)
+                        self.assertNotIn("DIFFERS", said)
+
+    def test_gen_run_verify_round_trip_with_ragged_batches(self):
+        case = os.path.join(self.folder, "case")
+        self.right("gen", case, "--ranks", 4, "--bs", "5,0,1,7", "--h", 70, "--k", 3, "--experts", 6, "--routing", "drop", "--seed", 9)
+        self.right("run", case)  # output goes to case/output
+        self.assertTrue(os.path.exists(os.path.join(case, "output/chip_3/x_3.bin")))
+        self.right("verify", case)
+
+    def test_a_case_of_the_samples_generator_runs_when_its_options_are_given(self):
+        case = os.path.join(self.folder, "sample")
+        shutil.copytree(os.path.join(GOLDEN, "sample_r2_b6_h1024_k8_bf16_mx"), case)
+        os.remove(os.path.join(case, "case.json"))
+        flags = ("--chip-num-per-server", 2, "--bs", 6, "--h", 1024, "--k", 8, "--moe-expert-num", 16, "--token-dtype-choice", 0,
+                 "--quant-mode", 4, "--comm-quant-mode", 2)
+        self.right("run", case, *flags)
+        self.right("verify", case, *flags)
+
+    def test_verify_names_the_first_difference(self):
+        case = os.path.join(self.folder, "case")
+        self.right("gen", case, "--ranks", 2, "--bs", 4, "--h", 64, "--k", 2, "--quant-mode", 0, "--combine-quant", "none")
+        self.right("run", case)
+        path = os.path.join(case, "output/chip_1/x_1.bin")
+        data = bytearray(read(path, "rb"))
+        data[2 * (64 * 3 + 5)] ^= 1  # row 3, column 5, one ulp
+        write(path, data)
+        done = command("verify", case)
+        self.assertEqual(done.returncode, 1)
+        self.assertRegex(done.stdout, r"chip_1/x_1.bin +DIFFERS: row 3, column 5: .*1 of 256 elements differ, by at most 1 ulp")
+
+    def test_verify_fails_where_output_is_missing_or_short(self):
+        case = os.path.join(self.folder, "case")
+        self.right("gen", case, "--ranks", 2, "--bs", 4, "--h", 64, "--k", 2)
+        self.assertEqual(command("verify", case).returncode, 1)
+        self.right("run", case)
+        os.truncate(os.path.join(case, "output/chip_0/x_0.bin"), 7)
+        self.assertEqual(command("verify", case).returncode, 1)
+
+    def test_run_fails_where_golden_differs(self):
+        case = os.path.join(self.folder, "case")
+        self.right("gen", case, "--ranks", 2, "--bs", 4, "--h", 64, "--k", 2)
+        path = os.path.join(case, "golden/chip_0/ep_recv_count_0.bin")
+        data = bytearray(read(path, "rb"))
+        data[0] ^= 1
+        write(path, data)
+        done = command("run", case)
+        self.assertEqual(done.returncode, 1, done.stdout)
+        self.assertIn("ep_recv_count", done.stdout)
+
+    def test_files_that_do_not_fit_the_options_are_refused(self):
+        done = command("run", os.path.join(GOLDEN, "sample_r2_b6_h1024_k8_bf16_mx"), "--h", 512, "--output", self.folder)
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("x_0.bin", done.stderr)
+        self.assertIn("--h", done.stderr)
+
+    def test_a_bad_id_in_a_case_fails_on_every_rank_with_its_place(self):
+        case = os.path.join(self.folder, "case")
+        self.right("gen", case, "--ranks", 3, "--bs", 4, "--h", 64, "--k", 2, "--experts", 6)
+        path = os.path.join(case, "input/chip_1/expert_ids_1.bin")
+        data = bytearray(read(path, "rb"))
+        data[4 * 5 : 4 * 6] = (6).to_bytes(4, "little")  # token 2, slot 1
+        write(path, data)
+        done = command("run", case)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("ranks 0, 1, 2:", done.stderr)
+        self.assertIn("rank 1: topk_ids[2][1] is 6; experts are 0..5", done.stderr)
+
+
+class MadeUp(unittest.TestCase):
+    def test_made_up_input_is_checked_against_the_reference(self):
+        for routing in ("balanced", "uniform", "zipf", "lognormal", "onehot", "drop"):
+            for landing, path in (("packed", "read"), ("padded", "push")):
+                done = command("run", "--ranks", 3, "--bs", "5,0,9", "--h", 200, "--experts", 7, "--k", 3, "--routing", routing,
+                               "--landing", landing, "--combine-path", path, "--rounds", 3)
+                self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+                self.assertIn("every byte of every round equals the reference: right", done.stdout)
+
+    def test_json_is_one_object_per_line(self):
+        done = command("run", "--ranks", 2, "--bs", 3, "--h", 64, "--json", "--rounds", 2)
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        self.assertEqual([line.get("rank") for line in lines], [0, 1, None])
+        self.assertTrue(lines[-1]["right"])
+        self.assertEqual(lines[0]["rows_sent"], 3 * 8)
+        self.assertEqual(len(lines[0]["dispatch_us"]), 2)
+        self.assertEqual(done.stderr, "")  # no progress bar on a pipe
+
+    def test_64_ranks_finish(self):
+        done = command("run", "--ranks", 64, "--bs", 2, "--h", 64, "--k", 4, "--experts", 128, "--rounds", 3)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+
+class Arguments(unittest.TestCase):
+    def refused(self, *arguments, said):
+        done = command(*arguments)
+        self.assertEqual(done.returncode, 2, f"{arguments}: {done.stdout}{done.stderr}")
+        self.assertEqual(len(done.stderr.strip().splitlines()), 1, done.stderr)
+        self.assertIn(said, done.stderr)
+        self.assertEqual(done.stdout, "")
+
+    def test_mistakes_are_told_in_one_line(self):
+        self.refused("dance", said="dance")
+        self.refused("run", "--quant-mode", "7", said="mxfp8_e5m2")
+        self.refused("run", "--bs", "5,0,1", "--ranks", 2, said="one per rank")
+        self.refused("run", "--bs", "x", said="--bs")
+        self.refused("run", "--ranks", 0, said="--ranks")
+        self.refused("run", "--no-such-flag", said="--no-such-flag")
+        self.refused("run", "/nonexistent", said="/nonexistent")
+        self.refused("run", "--dtype", "f32", said="f32")
+        self.refused("run", "--mx-overflow", "inf", "--quant-mode", "mxfp8_e4m3", said="saturate")
+        self.refused("run", "--routing", "random", said="zipf")
+        self.refused("run", "--timeout", "0", said="--timeout")
+        self.refused("run", "--expert-alignment", "3", said="16")
+        self.refused("verify", "/nonexistent", said="/nonexistent")
+        self.refused("gen", "/tmp", "--quant-mode", "9", said="quant")
+
+    def test_help_and_version(self):
+        for arguments in (("--help",), ("run", "--help"), ("verify", "--help"), ("--version",)):
+            done = command(*arguments)
+            self.assertEqual(done.returncode, 0)
+            self.assertIn("switchyard", done.stdout.lower() + "switchyard" * (arguments[0] in ("run", "verify")))
+
+
+class Endings(unittest.TestCase):
+    def start(self, *more):
+        self.before = set(os.listdir("/dev/shm"))
+        program = subprocess.Popen([SWITCHYARD, "run", "--ranks", "4", "--bs", "4", "--h", "64", "--rounds", "1000000", *more],
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.addCleanup(program.stdout.close)
+        self.addCleanup(program.stderr.close)
+        deadline = time.monotonic() + WATCHDOG_S
+        children = []
+        while len(children) < 4:
+            self.assertLess(time.monotonic(), deadline, "the ranks did not start")
+            children = [int(c) for c in read(f"/proc/{program.pid}/task/{program.pid}/children").split()]
+            time.sleep(0.05)
+        time.sleep(1)  # well into its rounds
+        self.port = environment_of(children[0])["MASTER_PORT"]
+        return program, children
+
+    def nothing_left(self, children):
+        deadline = time.monotonic() + WATCHDOG_S
+        while any(os.path.exists(f"/proc/{c}") and "Z" not in read(f"/proc/{c}/stat").split()[2] for c in children):
+            self.assertLess(time.monotonic(), deadline, "a rank outlived its run")
+            time.sleep(0.05)
+        self.assertEqual(set(os.listdir("/dev/shm")) - self.before, set())
+        self.assertNotIn(self.port, read("/proc/net/unix"))
+
+    def test_a_killed_rank_is_named_by_the_others_and_nothing_is_left(self):
+        program, children = self.start()
+        rank_of = {c: int(environment_of(c)["RANK"]) for c in children}
+        victim = children[2]
+        os.kill(victim, signal.SIGKILL)
+        out, err = program.communicate(timeout=WATCHDOG_S)
+        self.assertEqual(program.returncode, 1)
+        self.assertIn(f"rank {rank_of[victim]}: process killed by signal 9 (KILL)", err)
+        self.assertIn(f"rank {rank_of[victim]} has died", err)
+        self.nothing_left(children)
+
+    def test_a_killed_launcher_takes_its_ranks_along(self):
+        program, children = self.start()
+        program.kill()
+        program.communicate(timeout=WATCHDOG_S)
+        self.nothing_left(children)
+
+    def test_a_stopped_rank_ends_the_run_at_the_deadline(self):
+        program, children = self.start("--timeout", "2")
+        os.kill(children[1], signal.SIGSTOP)
+        out, err = program.communicate(timeout=WATCHDOG_S)
+        self.assertEqual(program.returncode, 1)
+        self.assertIn("timed out", err)
+        self.nothing_left(children)
+
+
+if __name__ == "__main__":
+    unittest.main(argv=[sys.argv[0], *sys.argv[3:]], verbosity=2)

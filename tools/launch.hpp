@@ -1,0 +1,32 @@
+// Starts the ranks of a run as processes of this program, and hears what they report.
+//
+// The parent re-executes itself once per rank with the same arguments; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
+// are set as torchrun sets them, SWITCHYARD_TOKEN keeps strangers out. Ranks die with their parent, however it ends.
+#pragma once
+
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+namespace switchyard::tools {
+
+/// How a rank's process ended.
+struct RankEnd {
+    int exit_code = 0;
+    int signal = 0;              ///< that killed it, or 0
+    bool stopped_by_us = false;  ///< killed because it outlived the others' failure by `grace_ms`
+};
+
+/// Runs `ranks` copies and returns when all have ended. `heard(rank, message)` is called for every report, in order per rank.
+/// After one rank has failed the others get `grace_ms` to end by themselves, then they are killed.
+std::vector<RankEnd> launch(int ranks, char** argv, int64_t grace_ms,
+                            const std::function<void(int, const nlohmann::json&)>& heard);
+
+/// True in a process that launch() started.
+bool is_rank();
+
+/// Sends a message to the parent (in a rank).
+void report(const nlohmann::json& message);
+
+}  // namespace switchyard::tools

@@ -1,0 +1,81 @@
+// The command line: picks the subcommand.
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <string_view>
+
+#include "case.hpp"
+#include "commands.hpp"
+
+namespace switchyard::tools {
+namespace {
+
+struct Command {
+    const char* name;
+    int (*run)(int, char**);
+    const char* help;
+};
+constexpr Command commands[] = {
+    {"gen", gen_command, "make a case with golden data:  switchyard gen DIR --ranks 2 --bs 8"},
+    {"run", run_command, "dispatch and combine in N processes:  switchyard run [DIR]"},
+    {"verify", verify_command, "compare golden data with a run's output:  switchyard verify DIR"},
+    {"bench", bench_command, "time it against other ways, in one run:  switchyard bench [SCENARIO...]"},
+};
+
+void print_help() {
+    fmt::print("switchyard {}: Mixture-of-Experts token dispatch and combine\n\n", SWITCHYARD_VERSION);
+    for (const Command& c : commands) fmt::print("  {:8} {}\n", c.name, c.help);
+    fmt::print("\nswitchyard COMMAND --help lists the options of a command.\n");
+}
+
+}  // namespace
+
+int bench_command(int, char** argv) {
+    const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "switchyard-bench";
+    execv(program.c_str(), argv + 1);
+    throw Mistake(fmt::format("{} cannot be started: {}; it is built with -DSWITCHYARD_BENCH=ON", program.string(),
+                              std::strerror(errno)));
+}
+
+int parse(CLI::App& app, int argc, char** argv) {
+    app.failure_message(
+        [](const CLI::App* a, const CLI::Error& e) { return fmt::format("{}: {}\n", a->get_name(), e.what()); });
+    app.get_formatter()->column_width(48);
+    for (CLI::Option* option : app.get_options()) option->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+    try {
+        app.parse(argc - 1, argv + 1);
+        return -1;
+    } catch (const CLI::ParseError& e) {
+        return app.exit(e) == 0 ? 0 : 2;
+    }
+}
+
+int main(int argc, char** argv) {
+    const std::string_view name = argc > 1 ? argv[1] : "";
+    if (name.empty() || name == "--help" || name == "-h" || name == "help") return print_help(), name.empty() ? 2 : 0;
+    if (name == "--version") return fmt::print("switchyard {}\n", SWITCHYARD_VERSION), 0;
+    for (const Command& c : commands) {
+        if (name != c.name) continue;
+        try {
+            return c.run(argc, argv);
+        } catch (const Mistake& e) {
+            fmt::print(stderr, "switchyard {}: {}\n", c.name, e.what());
+            return 2;
+        } catch (const std::exception& e) {
+            fmt::print(stderr, "switchyard {}: {}\n", c.name, e.what());
+            return 1;
+        }
+    }
+    fmt::print(stderr, "switchyard: there is no command \"{}\"; see switchyard --help\n", name);
+    return 2;
+}
+
+}  // namespace switchyard::tools
+
+int main(int argc, char** argv) {
+    return switchyard::tools::main(argc, argv);
+}

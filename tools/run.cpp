@@ -1,0 +1,397 @@
+// switchyard run: N processes dispatch and combine a case, round after round; outputs written, checked, a table printed.
+#include <fmt/color.h>
+#include <fmt/format.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <optional>
+
+#include "commands.hpp"
+#include "launch.hpp"
+#include "switchyard/session.hpp"
+#include "verify.hpp"
+
+namespace switchyard::tools {
+namespace {
+
+struct RunFlags {
+    CaseFlags flags;
+    std::string folder, output;
+    int rounds = 20;
+    bool json = false;
+};
+
+using Clock = std::chrono::steady_clock;
+
+double microseconds_since(Clock::time_point start) {
+    return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
+}
+
+// What one dispatch and its combine gave a rank: the six files, and the offsets where rows are aligned.
+struct Outputs {
+    std::vector<std::byte> expand_x, dynamic_scales, x;
+    std::vector<int32_t> assist_info_for_combine, ep_recv_count;
+    std::vector<int64_t> expert_token_nums, expert_offsets;
+
+    // Name of the first part that differs, or "".
+    std::string difference(const Outputs& o) const {
+        if (expert_token_nums != o.expert_token_nums) return "expert_token_nums";
+        if (ep_recv_count != o.ep_recv_count) return "ep_recv_count";
+        if (expert_offsets != o.expert_offsets) return "expert_offsets";
+        if (assist_info_for_combine != o.assist_info_for_combine) return "assist_info_for_combine";
+        if (expand_x != o.expand_x) return "expand_x";
+        if (dynamic_scales != o.dynamic_scales) return "dynamic_scales";
+        if (x != o.x) return "x";
+        return "";
+    }
+};
+
+template <class T>
+std::vector<T> copy_of(std::span<const T> s) {
+    return {s.begin(), s.end()};
+}
+
+std::vector<std::byte> bytes_of(const void* data, int64_t bytes) {
+    const auto* b = static_cast<const std::byte*>(data);
+    return bytes == 0 ? std::vector<std::byte>() : std::vector<std::byte>(b, b + bytes);
+}
+
+// Expert of a row of the batch.
+int32_t expert_of(const ExpertBatch& batch, const ExpertRange& range, int64_t row) {
+    const auto offsets = batch.expert_offsets();
+    const auto next = std::upper_bound(offsets.begin(), offsets.end(), row);
+    return static_cast<int32_t>(range.first + (next - offsets.begin()) - 1);
+}
+
+// What a made-up case must give, from the reference.
+Outputs expected_of(const Case& c, const std::vector<Input>& inputs, const MadeUpExperts& experts, int rank) {
+    std::vector<reference::RankInput> views;
+    for (size_t r = 0; r < inputs.size(); ++r) views.push_back(inputs[r].view(c.tokens[r]));
+    reference::Received got = reference::dispatch(c.options, views, rank);
+    Outputs out{.expand_x = std::move(got.expand_x),
+                .dynamic_scales = std::move(got.dynamic_scales),
+                .x = reference::combine(c.options, views[static_cast<size_t>(rank)], rank,
+                                        [&](int s, int64_t t, int64_t k, int32_t e) { return experts.row(s, t, k, e); }),
+                .assist_info_for_combine = std::move(got.assist_info_for_combine),
+                .ep_recv_count = std::move(got.ep_recv_count),
+                .expert_token_nums = std::move(got.expert_token_nums),
+                .expert_offsets = std::move(got.expert_offsets)};
+    return out;
+}
+
+void write_outputs(const Case& c, const std::filesystem::path& folder, int rank, const Outputs& o) {
+    const auto write = [&](const char* name, const auto& v, bool wanted) {
+        const std::filesystem::path path = file_of(folder, rank, name);
+        if (wanted)
+            write_file(path, v.data(), v.size() * sizeof v[0]);
+        else
+            std::filesystem::remove(path);  // of an earlier run with other options
+    };
+    write("expand_x", o.expand_x, true);
+    write("dynamic_scales", o.dynamic_scales, c.options.dispatch_quant != Format::none);
+    write("assist_info_for_combine", o.assist_info_for_combine, true);
+    write("expert_token_nums", o.expert_token_nums, true);
+    write("ep_recv_count", o.ep_recv_count, true);
+    write("expert_offsets", o.expert_offsets, c.options.expert_alignment > 1);
+    write("x", o.x, true);
+}
+
+// ------------------------------------------------------------------------------------------------------------- one rank
+
+// Plays one rank: all rounds, every result compared; reports times and counts to the parent.
+void play_rank(const Case& c, const RunFlags& run) {
+    const Group group = Group::from_environment("run");
+    const auto rank = static_cast<size_t>(group.rank);
+    const bool made_up = c.folder.empty();
+
+    std::vector<Input> inputs(static_cast<size_t>(c.ranks));
+    for (int r = 0; r < c.ranks; ++r)
+        if (made_up || r == group.rank) inputs[static_cast<size_t>(r)] = made_up ? make_input(c, r) : read_input(c, r);
+    const Input& in = inputs[rank];
+    const MadeUpExperts experts(c);
+    std::optional<Outputs> expected;
+    if (made_up) expected = expected_of(c, inputs, experts, group.rank);
+
+    Session session = Session::open(c.options, group);
+    const ExpertRange range = experts_of(group.rank, c.ranks, c.options.experts);
+    const int64_t tokens = c.tokens[rank];
+    const int64_t row_bytes = c.token_bytes();
+    Outputs got;
+    got.x.resize(static_cast<size_t>(tokens * row_bytes));
+    std::vector<double> dispatch_us, combine_us;
+    int64_t rows = 0;
+    std::string wrong;
+
+    for (int round = 0; round < run.rounds; ++round) {
+        auto start = Clock::now();
+        ExpertBatch batch = session.dispatch(
+            {.x = in.x.data(), .tokens = tokens, .topk_ids = in.topk_ids.data(), .topk_weights = in.topk_weights.data()});
+        dispatch_us.push_back(microseconds_since(start));
+
+        rows = batch.rows();
+        got.expand_x = bytes_of(batch.expand_x(), rows * batch.payload_bytes());
+        got.dynamic_scales = bytes_of(batch.dynamic_scales(), rows * batch.scale_bytes());
+        got.assist_info_for_combine = copy_of(batch.assist_info_for_combine());
+        got.expert_token_nums = copy_of(batch.expert_token_nums());
+        got.ep_recv_count = copy_of(batch.ep_recv_count());
+        got.expert_offsets = copy_of(batch.expert_offsets());
+        // Poison what was received: a later round that delivered nothing would otherwise look right.
+        std::memset(const_cast<void*>(batch.expand_x()), 0xCD, got.expand_x.size());
+        if (!got.dynamic_scales.empty())
+            std::memset(const_cast<void*>(batch.dynamic_scales()), 0xCD, got.dynamic_scales.size());
+        std::memset(got.x.data(), 0xCD, got.x.size());
+
+        // The experts' output, written where combine reads it.
+        auto* y = static_cast<std::byte*>(batch.y());
+        if (!made_up && static_cast<int64_t>(in.y.size()) < rows * row_bytes)
+            throw Mistake(fmt::format("{} has {} rows; this rank received {}",
+                                      file_of(c.folder / "input", group.rank, "expand_x").string(),
+                                      static_cast<int64_t>(in.y.size()) / row_bytes, rows));
+        if (!made_up && rows > 0) std::memcpy(y, in.y.data(), static_cast<size_t>(rows * row_bytes));
+        for (int64_t i = 0; made_up && i < rows; ++i) {
+            const int32_t* info = got.assist_info_for_combine.data() + 3 * i;
+            if (info[0] < 0) continue;
+            std::memcpy(y + i * row_bytes, experts.row(info[0], info[1], info[2], expert_of(batch, range, i)),
+                        static_cast<size_t>(row_bytes));
+        }
+
+        start = Clock::now();
+        session.combine(batch, {.topk_weights = in.topk_weights.data(), .out = got.x.data()});
+        combine_us.push_back(microseconds_since(start));
+
+        if (!expected) expected = got;  // a case on disk: every round must equal the first, and verify compares with golden
+        if (const std::string part = got.difference(*expected); wrong.empty() && !part.empty())
+            wrong = fmt::format("{} of round {} differs from {}", part, round + 1, made_up ? "the reference" : "round 1");
+        report({{"round", round + 1}});
+    }
+    if (!run.output.empty()) write_outputs(c, run.output, group.rank, got);
+
+    const SessionStats stats = session.stats();
+    const Options& used = session.options();
+    const auto rounds = static_cast<uint64_t>(run.rounds);
+    report({{"rank", group.rank},
+            {"tokens", tokens},
+            {"rows", rows},
+            {"rows_sent", stats.rows_sent / rounds},
+            {"bytes_sent", stats.bytes_sent / rounds},
+            {"bytes_sent_peers", stats.bytes_sent_peers / rounds},
+            {"bytes_home", stats.bytes_home / rounds},
+            {"dispatch_us", dispatch_us},
+            {"combine_us", combine_us},
+            {"dispatch_wait_us", static_cast<double>(stats.wait_ns_counts + stats.wait_ns_rows) / 1000.0 / run.rounds},
+            {"combine_wait_us", static_cast<double>(stats.wait_ns_returned) / 1000.0 / run.rounds},
+            {"landing", option_text(*find_option("landing"), used)},
+            {"combine_path", option_text(*find_option("combine_path"), used)},
+            {"simd", session.simd_name()},
+            {"workers", used.workers},
+            {"window_bytes", session.window_bytes()},
+            {"wrong", wrong}});
+    session.close();
+}
+
+int rank_main(const RunFlags& run) {
+    try {
+        play_rank(read_case(run.folder, run.flags), run);
+        return 0;
+    } catch (const Mistake& e) {
+        report({{"error", e.what()}, {"exit", 2}});
+        return 2;
+    } catch (const Error& e) {
+        report({{"error", e.what()}, {"exit", 1}, {"code", code_name(e.code())}});
+        return 1;
+    } catch (const std::exception& e) {
+        report({{"error", e.what()}, {"exit", 1}});
+        return 1;
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------------ the parent
+
+double median(std::vector<double> v) {
+    if (v.empty()) return 0;
+    std::nth_element(v.begin(), v.begin() + static_cast<std::ptrdiff_t>(v.size() / 2), v.end());
+    return v[v.size() / 2];
+}
+
+// Median over rounds of the slowest rank of each round, the first round (cold memory) left out where there are more.
+double slowest_rank(const std::vector<nlohmann::json>& ranks, const char* what) {
+    std::vector<double> slowest;
+    for (size_t round = ranks[0][what].size() > 1 ? 1 : 0; round < ranks[0][what].size(); ++round) {
+        double worst = 0;
+        for (const auto& r : ranks) worst = std::max(worst, r[what][round].get<double>());
+        slowest.push_back(worst);
+    }
+    return median(slowest);
+}
+
+void print_table(const Case& c, const std::vector<nlohmann::json>& ranks, int rounds) {
+    const auto& first = ranks[0];
+    const auto name = [&](const char* option) { return option_text(*find_option(option), c.options); };
+    fmt::print("{} ranks, {} rounds   H {}  K {}  E {}  {}   dispatch {}  combine {}\n", c.ranks, rounds, c.options.hidden,
+               c.options.topk, c.options.experts, name("dtype"), name("dispatch_quant"), name("combine_quant"));
+    fmt::print("landing {}  combine path {}  kernels {}  workers {}  depth {}  window {:.1f} MiB reserved per rank\n\n",
+               first["landing"].get<std::string>(), first["combine_path"].get<std::string>(), first["simd"].get<std::string>(),
+               first["workers"].get<int>(), c.options.depth, first["window_bytes"].get<double>() / 0x1p20);
+    fmt::print("rank   tokens  rows sent  rows held   sent MiB  dispatch us   (waiting)  combine us   (waiting)  result\n");
+    int64_t sent = 0;
+    double mib = 0, home = 0;
+    for (const auto& r : ranks) {
+        const std::string wrong = r["wrong"];
+        fmt::print("{:4} {:8} {:10} {:10} {:10.2f} {:12.1f} {:11.1f} {:11.1f} {:11.1f}  {}\n", r["rank"].get<int>(),
+                   r["tokens"].get<int64_t>(), r["rows_sent"].get<int64_t>(), r["rows"].get<int64_t>(),
+                   r["bytes_sent"].get<double>() / 0x1p20, median(r["dispatch_us"]), r["dispatch_wait_us"].get<double>(),
+                   median(r["combine_us"]), r["combine_wait_us"].get<double>(), wrong.empty() ? "right" : "WRONG: " + wrong);
+        sent += r["rows_sent"].get<int64_t>();
+        mib += r["bytes_sent"].get<double>() / 0x1p20;
+        home += r["bytes_home"].get<double>() / 0x1p20;
+    }
+    const double d = slowest_rank(ranks, "dispatch_us"), m = slowest_rank(ranks, "combine_us");
+    fmt::print(
+        "\nper round: {} rows, {:.2f} MiB out, {:.2f} MiB home; slowest rank, median: dispatch {:.1f} us, combine {:.1f} us\n",
+        sent, mib, home, d, m);
+}
+
+// A bar on a terminal, nothing on a pipe.
+void show_progress(int done, int rounds) {
+    if (!isatty(STDERR_FILENO)) return;
+    constexpr int width = 40;
+    const int full = rounds ? done * width / rounds : width;
+    fmt::print(stderr, "\r[{}{}] {}/{} rounds", std::string(static_cast<size_t>(full), '#'),
+               std::string(static_cast<size_t>(width - full), '.'), done, rounds);
+    if (done == rounds) fmt::print(stderr, "\r{}\r", std::string(width + 24, ' '));
+    std::fflush(stderr);
+}
+
+int parent_main(const RunFlags& run, const Case& c, char** argv) {
+    std::vector<nlohmann::json> results(static_cast<size_t>(c.ranks));
+    std::vector<int> done(results.size());
+    std::vector<std::pair<std::string, std::vector<int>>> errors;  // text -> ranks
+    int exit_code = 0;
+    int shown = -1;
+    const auto note_error = [&](const std::string& text, int rank) {
+        for (auto& [known, ranks] : errors)
+            if (known == text) return ranks.push_back(rank);
+        errors.push_back({text, {rank}});
+    };
+    const std::vector<RankEnd> ends =
+        launch(c.ranks, argv, c.options.timeout_ms + 5000, [&](int rank, const nlohmann::json& m) {
+            if (m.contains("round")) {
+                done[static_cast<size_t>(rank)] = m["round"];
+                if (const int least = *std::min_element(done.begin(), done.end()); least != shown)
+                    show_progress(shown = least, run.rounds);
+            } else if (m.contains("error")) {
+                note_error(m["error"], rank);
+                exit_code = std::max(exit_code, m["exit"].get<int>());
+            } else {
+                results[static_cast<size_t>(rank)] = m;
+            }
+        });
+    bool failed = false;
+    for (int r = 0; r < c.ranks; ++r) {
+        const RankEnd& end = ends[static_cast<size_t>(r)];
+        failed = failed || end.exit_code != 0 || results[static_cast<size_t>(r)].is_null();
+        if (end.signal && !end.stopped_by_us)
+            note_error(fmt::format("process killed by signal {} ({})", end.signal,
+                                   sigabbrev_np(end.signal) ? sigabbrev_np(end.signal) : "?"),
+                       r);
+        else if (end.stopped_by_us)
+            note_error("did not end after another rank had failed; stopped", r);
+    }
+    if (failed) {
+        if (isatty(STDERR_FILENO)) fmt::print(stderr, "\n");
+        for (auto& [text, ranks] : errors) {
+            std::sort(ranks.begin(), ranks.end());
+            if (run.json)
+                fmt::print("{}\n", nlohmann::json({{"error", text}, {"ranks", ranks}}).dump());
+            else
+                fmt::print(stderr, "switchyard run: rank{} {}: {}\n", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "),
+                           text);
+        }
+        return std::max(exit_code, 1);
+    }
+
+    bool right = true;
+    for (const auto& r : results) right = right && r["wrong"].get<std::string>().empty();
+    std::vector<FileVerdict> verdicts;
+    const bool golden = !c.folder.empty() && std::filesystem::is_directory(c.folder / "golden");
+    if (golden) verdicts = compare_folders(c, c.folder / "golden", run.output);
+    size_t equal = 0;
+    for (const FileVerdict& v : verdicts) equal += v.equal;
+    right = right && equal == verdicts.size();
+
+    if (run.json) {
+        for (const auto& r : results) fmt::print("{}\n", r.dump());
+        fmt::print("{}\n", nlohmann::json({{"right", right},
+                                           {"ranks", c.ranks},
+                                           {"rounds", run.rounds},
+                                           {"golden_files", verdicts.size()},
+                                           {"golden_equal", equal},
+                                           {"dispatch_us_p50", slowest_rank(results, "dispatch_us")},
+                                           {"combine_us_p50", slowest_rank(results, "combine_us")}})
+                               .dump());
+        return right ? 0 : 1;
+    }
+    print_table(c, results, run.rounds);
+    for (const FileVerdict& v : verdicts)
+        if (!v.equal) fmt::print("golden: {}: {}\n", v.name, v.text);
+    if (golden)
+        fmt::print("golden: {} of {} files equal, every round the same: {}\n", equal, verdicts.size(),
+                   right ? "right" : "WRONG");
+    else
+        fmt::print("{}: {}\n", c.folder.empty() ? "every byte of every round equals the reference" : "every round the same",
+                   right ? "right" : "WRONG");
+    return right ? 0 : 1;
+}
+
+}  // namespace
+
+int run_command(int argc, char** argv) {
+    RunFlags run;
+    CLI::App app(
+        "Dispatches and combines a case in N processes, checks every round, and prints a table. "
+        "Without DIR it makes its own input and checks against the reference.",
+        "switchyard run");
+    app.add_option("DIR", run.folder,
+                   "a case: case.json, input/, golden/; a case of the CANN sample's generator has no case.json: "
+                   "give its options here");
+    app.add_option("--output", run.output, "where outputs are written; default DIR/output")->type_name("OUT");
+    app.add_option("--rounds", run.rounds, "rounds of dispatch + combine")
+        ->check(CLI::Range(1, 1'000'000))
+        ->type_name("ROUNDS");
+    app.add_flag("--json", run.json, "one JSON object per line instead of the table");
+    run.flags.add_to(app);
+    if (const int code = parse(app, argc, argv); code >= 0) return code;
+    if (run.output.empty() && !run.folder.empty()) run.output = run.folder + "/output";
+    if (is_rank()) return rank_main(run);
+    return parent_main(run, read_case(run.folder, run.flags), argv);
+}
+
+int verify_command(int argc, char** argv) {
+    CaseFlags flags;
+    std::string folder, output;
+    bool json = false;
+    CLI::App app("Compares golden data with a run's output, byte by byte.", "switchyard verify");
+    app.add_option("DIR", folder, "the case")->required();
+    app.add_option("--output", output, "where the run wrote; default DIR/output")->type_name("OUT");
+    app.add_flag("--json", json, "one JSON object per file");
+    flags.add_to(app);
+    if (const int code = parse(app, argc, argv); code >= 0) return code;
+    const Case c = read_case(folder, flags);
+    const std::filesystem::path out = output.empty() ? std::filesystem::path(folder) / "output" : std::filesystem::path(output);
+    const std::vector<FileVerdict> verdicts = compare_folders(c, std::filesystem::path(folder) / "golden", out);
+    size_t equal = 0;
+    for (const FileVerdict& v : verdicts) {
+        equal += v.equal;
+        if (json)
+            fmt::print("{}\n", nlohmann::json({{"file", v.name}, {"equal", v.equal}, {"difference", v.text}}).dump());
+        else
+            fmt::print("{:48} {}\n", v.name, v.equal ? "equal" : "DIFFERS: " + v.text);
+    }
+    if (!json) fmt::print("{} of {} files equal: {}\n", equal, verdicts.size(), equal == verdicts.size() ? "right" : "WRONG");
+    return equal == verdicts.size() ? 0 : 1;
+}
+
+}  // namespace switchyard::tools
