@@ -31,7 +31,7 @@ namespace switchyard::test {
 // ---------------------------------------------------------------------------------------------------------------- scale
 
 #if defined(__SANITIZE_THREAD__)
-inline constexpr int64_t slowness = 10;
+inline constexpr int64_t slowness = 5;
 #elif defined(__SANITIZE_ADDRESS__)
 inline constexpr int64_t slowness = 4;
 #else

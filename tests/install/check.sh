@@ -16,7 +16,7 @@ if grep -rlE "$build|$(cd "$here/../.." && pwd)/" "$scratch/prefix" --include='*
     echo "the files above name the source or build tree" >&2
     exit 1
 fi
-quietly cmake -S "$here" -B "$scratch/build" -DCMAKE_PREFIX_PATH="$scratch/prefix" -DCMAKE_BUILD_TYPE=Release
+quietly cmake -G Ninja -S "$here" -B "$scratch/build" -DCMAKE_PREFIX_PATH="$scratch/prefix" -DCMAKE_BUILD_TYPE=Release
 quietly cmake --build "$scratch/build"
 "$scratch/build/consumer"
 "$scratch/build/consumer_c"
