@@ -9,8 +9,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
-#include <mutex>
 #include <system_error>
 #include <thread>
 
@@ -43,14 +41,6 @@ int64_t number_from_environment(const char* name, int64_t low, int64_t high) {
         throw Error(
             Status(Code::bad_input, fmt::format("environment variable {} is \"{}\"; allowed: {}..{}.", name, text, low, high)));
     return value;
-}
-
-// Sessions of one process that use the same name are told apart by their number: all ranks open them in the same order.
-int64_t opened_before(const std::string& name) {
-    static std::mutex lock;
-    static std::map<std::string, int64_t> opened;
-    const std::lock_guard guard(lock);
-    return opened[name]++;
 }
 
 // ----------------------------------------------------------------------------------------------------------------- cards
@@ -164,16 +154,21 @@ class Waiter {
                 relax();
                 continue;
             }
-            const uint32_t ticket = link_.announce();
+            const Announced asleep(link_);
             progress = poll(true);
-            if (progress == ep::Progress::pending) link_.sleep(ticket, std::min(slice_ns, deadline.at_ns - now));
-            link_.awake();
+            if (progress == ep::Progress::pending) link_.sleep(asleep.ticket, std::min(slice_ns, deadline.at_ns - now));
             if (progress != ep::Progress::pending) return progress;
             spin_until = now_ns() + std::min<int64_t>(spin_ns_, 20'000);
         }
     }
 
  private:
+    struct Announced {
+        explicit Announced(Transport& l) : link(l), ticket(l.announce()) {}
+        ~Announced() { link.awake(); }
+        Transport& link;
+        const uint32_t ticket;
+    };
     static void relax() {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
@@ -189,7 +184,7 @@ class Waiter {
 
 Group Group::from_environment(const std::string& label) {
     Group group;
-    group.size = static_cast<int>(number_from_environment("WORLD_SIZE", 1, 4095));
+    group.size = static_cast<int>(number_from_environment("WORLD_SIZE", 1, ranks_max));
     group.rank = static_cast<int>(number_from_environment("RANK", 0, group.size - 1));
     if (std::getenv("LOCAL_WORLD_SIZE"))
         if (const int64_t local = number_from_environment("LOCAL_WORLD_SIZE", 1, group.size); local != group.size)
@@ -222,20 +217,29 @@ struct Session::Impl {
     uint64_t last_epoch = 0;
     int64_t spin_ns = 0;
     Status untold;  // an error of mine that the other ranks must hear of in the next dispatch
+    bool connected = false;
     bool closed = false;
 
+    explicit Impl(std::unique_ptr<Transport> transport) : link(std::move(transport)) {}
+    ~Impl() {
+        close();
+        if (rank && !rank->here()) static_cast<void>(workers.release());  // a forked child does not have the threads
+    }
+
+    static std::shared_ptr<Impl> open(const Options& options, std::unique_ptr<Transport> link);
+
+    /// What this rank can find wrong alone; otherwise everything it needs is allocated, down to the last thread.
+    Status prepare(Options options);
+
+    /// Raises `closed`, then drops what is open: who finds a batch dropped knows why. Never waits.
     void close() {
-        if (closed || !rank) return;
+        if (closed || !connected) return;
         closed = true;
-        if (!rank->here()) {
-            static_cast<void>(workers.release());  // a forked child has neither the windows nor the threads
-            return;
-        }
-        ep::raise_closed(*rank);  // first: who finds a batch dropped then knows why
+        if (!rank->here()) return;  // a forked child does not have the windows
+        ep::raise_closed(*rank);
         for (ep::Flight& f : flights)
             if (f.open) ep::drop(*rank, f);
     }
-    ~Impl() { close(); }
 
     void refuse_ended(const char* call) const {
         if (closed) throw Error(Status(Code::stale, fmt::format("{} on a session that was closed. Open a new one.", call)));
@@ -252,117 +256,95 @@ struct Session::Impl {
                                            "first, or open the session with a larger depth.",
                                            epoch, flight.epoch, rank->options.depth)));
     }
-
-    static std::shared_ptr<Impl> open(const Options& wanted, std::unique_ptr<Transport> link);
+    Deadline deadline(int64_t timeout_ms) const {
+        return Deadline::after_ms(timeout_ms > 0 ? timeout_ms : rank->options.timeout_ms);
+    }
 };
 
-std::shared_ptr<Session::Impl> Session::Impl::open(const Options& wanted, std::unique_ptr<Transport> link) {
-    auto impl = std::make_shared<Impl>();
-    Options options = wanted;
-    const Deadline deadline = Deadline::after_ms(options.timeout_ms >= 1 ? options.timeout_ms : Options().timeout_ms);
-    const auto ranks = static_cast<int64_t>(link->size());
+namespace {
 
-    // What this rank can find wrong alone. It still meets the others, so that all of them get the error.
-    Status refusal = check_options(options, ranks);
+// The window of a session with these options, all choices made.
+layout::WindowShape shape_of(const Options& o, int64_t ranks, int64_t experts_per_rank) {
+    return {.ranks = ranks,
+            .depth = o.depth,
+            .experts = o.experts,
+            .experts_per_rank = experts_per_rank,
+            .hidden = o.hidden,
+            .topk = o.topk,
+            .tokens_max = o.tokens_max,
+            .rows_max = o.rows_max,
+            .token = o.dtype,
+            .dispatch = o.dispatch_quant,
+            .combine = o.combine_quant,
+            .weights = o.deliver_weights,
+            .padded = o.landing == Landing::padded,
+            .push = o.combine_path != CombinePath::read,
+            .in_place = o.landing == Landing::in_place};
+}
+
+}  // namespace
+
+Status Session::Impl::prepare(Options options) {
+    const auto ranks = static_cast<int64_t>(link->size());
+    if (Status s = check_options(options, ranks); !s.ok()) return s;
     const quant::Kernels* kernels = quant::find_kernels(options.simd);
-    if (refusal.ok() && !kernels) {
+    if (!kernels) {
         std::string have;
         for (const quant::Kernels* k : quant::available_kernels())
             have += fmt::format("{}{}", have.empty() ? "" : ", ", k->name);
-        refusal = Status(Code::bad_input, fmt::format("option simd is {}; this build on this processor has: {}.",
-                                                      option_text(*find_option("simd"), options), have));
+        return {Code::bad_input, fmt::format("option simd is {}; this build on this processor has: {}.",
+                                             option_text(*find_option("simd"), options), have)};
     }
-    if (refusal.ok()) {
-        try {
-            impl->workers = std::make_unique<ep::Workers>(options.workers);
-        } catch (const std::system_error& e) {
-            refusal = Status(Code::system, fmt::format("{} worker threads cannot be started: {}. Lower option workers.",
-                                                       options.workers - 1, e.what()));
-        }
+    options.simd = kernels->simd;
+    if (options.landing == Landing::automatic) options.landing = Landing::packed;
+    const int64_t experts_per_rank = experts_of(0, ranks, options.experts).count();
+    const int64_t worst = options.tokens_max * options.topk * ranks + experts_per_rank * (options.expert_alignment - 1);
+    if (options.rows_max == 0) options.rows_max = std::min(worst, (int64_t{1} << 31) - 1);
+    const layout::Window window = layout::window_of(shape_of(options, ranks, experts_per_rank));
+    if (window.bytes == layout::Region::limit_exceeded)
+        return {Code::capacity,
+                fmt::format("a window for {} rows of {} columns at depth {} does not fit an address space. Lower "
+                            "rows_max (0 = the worst case), tokens_max or depth.",
+                            options.rows_max, options.hidden, options.depth)};
+    try {
+        workers = std::make_unique<ep::Workers>(options.workers);
+        rank = std::make_unique<ep::Rank>(*link, window, *kernels, *workers, options);
+        flights.resize(static_cast<size_t>(options.depth));
+        for (ep::Flight& f : flights) f.allocate(*rank);
+        dispatch.allocate(*rank);
+        combine.allocate(*rank);
+        gate.allocate(*rank);
+    } catch (const std::system_error& e) {
+        return {Code::system,
+                fmt::format("{} worker threads cannot be started: {}. Lower option workers.", options.workers - 1, e.what())};
+    } catch (const std::bad_alloc&) {
+        return {Code::system,
+                fmt::format("no memory for the tables of {} flights of {} tokens with {} experts each. Lower tokens_max, "
+                            "topk or depth.",
+                            options.depth, options.tokens_max, options.topk)};
     }
-    layout::Window window{};
-    if (refusal.ok()) {
-        if (options.landing == Landing::automatic) options.landing = Landing::packed;
-        options.simd = kernels->simd;
-        const ep::Placement placement = ep::Placement::contiguous(ranks, options.experts);
-        const int64_t worst = options.tokens_max * options.topk * ranks + placement.local_max * (options.expert_alignment - 1);
-        if (options.rows_max == 0) options.rows_max = std::min(worst, (int64_t{1} << 31) - 1);
-        window = layout::window_of({.ranks = ranks,
-                                    .depth = options.depth,
-                                    .experts = options.experts,
-                                    .experts_per_rank = placement.local_max,
-                                    .hidden = options.hidden,
-                                    .topk = options.topk,
-                                    .tokens_max = options.tokens_max,
-                                    .rows_max = options.rows_max,
-                                    .token = options.dtype,
-                                    .dispatch = options.dispatch_quant,
-                                    .combine = options.combine_quant,
-                                    .weights = options.deliver_weights,
-                                    .padded = options.landing == Landing::padded,
-                                    .push = options.combine_path != CombinePath::read,
-                                    .in_place = options.landing == Landing::in_place});
-        if (window.bytes == layout::Region::limit_exceeded)
-            refusal = Status(Code::capacity,
-                             fmt::format("a window for {} rows of {} columns at depth {} does not fit an address space. Lower "
-                                         "rows_max (0 = the worst case), tokens_max or depth.",
-                                         options.rows_max, options.hidden, options.depth));
-    }
-
-    const std::vector<std::byte> card = make_card(options, refusal);
-    std::vector<std::vector<std::byte>> cards;
-    const Status attached = link->attach(
-        {.card = card, .window_bytes = refusal.ok() ? window.bytes : 0, .bell_offset = window.bell}, deadline, &cards);
-    throw_if(attached);
-    throw_if(compare_cards(cards));
-
-    bool all_reachable = true;
-    for (int r = 0; r < link->size(); ++r) all_reachable = all_reachable && link->reach(r);
-    if (options.combine_path == CombinePath::automatic)
-        options.combine_path = all_reachable ? CombinePath::read : CombinePath::push;
-    if (options.combine_path == CombinePath::read && !all_reachable)
-        throw Error(Status(Code::bad_input,
-                           "option combine_path is read, but the windows of other ranks cannot be loaded over this "
-                           "transport; use push or auto."));
-
-    if (options.landing == Landing::in_place && !all_reachable)
-        throw Error(Status(Code::bad_input,
-                           "option landing is in_place, but the windows of other ranks cannot be loaded over this "
-                           "transport; use packed or auto."));
-
-    impl->link = std::move(link);
-    // What fails from here on fails on this rank alone: the others learn it, as of any closed session, by close().
-    impl->rank = std::make_unique<ep::Rank>(*impl->link, window, *kernels, *impl->workers, options);
-    impl->flights.resize(static_cast<size_t>(options.depth));
-    for (ep::Flight& f : impl->flights) f.allocate(*impl->rank);
-    impl->dispatch.allocate(*impl->rank);
-    impl->combine.allocate(*impl->rank);
-    impl->gate.allocate(*impl->rank);
     // Spinning pays only while nobody who is awaited needs this CPU.
-    impl->spin_ns = ranks * options.workers <= usable_cpus() ? 200'000 : 0;
+    spin_ns = ranks * options.workers <= usable_cpus() ? 200'000 : 0;
+    return {};
+}
 
-    const layout::WindowHeader header{.magic = layout::window_magic,
-                                      .version = layout::window_version,
-                                      .header_bytes = sizeof(layout::WindowHeader),
-                                      .window_bytes = window.bytes,
-                                      .process = getpid(),
-                                      .rank = impl->link->rank(),
-                                      .token = static_cast<int32_t>(options.dtype),
-                                      .dispatch = static_cast<int32_t>(options.dispatch_quant),
-                                      .combine = static_cast<int32_t>(options.combine_quant),
-                                      .weights = window.shape.weights,
-                                      .padded = window.shape.padded,
-                                      .push = window.shape.push,
-                                      .in_place = window.shape.in_place,
-                                      .ranks = ranks,
-                                      .depth = options.depth,
-                                      .experts = options.experts,
-                                      .experts_per_rank = window.shape.experts_per_rank,
-                                      .hidden = options.hidden,
-                                      .topk = options.topk,
-                                      .tokens_max = options.tokens_max,
-                                      .rows_max = options.rows_max};
+std::shared_ptr<Session::Impl> Session::Impl::open(const Options& options, std::unique_ptr<Transport> link) {
+    auto impl = std::make_shared<Impl>(std::move(link));
+    const Deadline deadline = Deadline::after_ms(options.timeout_ms >= 1 ? options.timeout_ms : Options().timeout_ms);
+
+    // A rank that refuses still meets the others, so that all of them get the error.
+    const Status refusal = impl->prepare(options);
+    const std::vector<std::byte> card = make_card(refusal.ok() ? impl->rank->options : options, refusal);
+    std::vector<std::vector<std::byte>> cards;
+    throw_if(impl->link->attach({.card = card,
+                                 .window_bytes = refusal.ok() ? impl->rank->window.bytes : 0,
+                                 .bell_offset = refusal.ok() ? impl->rank->window.bell : 0},
+                                deadline, &cards));
+    throw_if(compare_cards(cards));
+    throw_if(impl->rank->connect());
+    const layout::WindowHeader header = layout::header_of(impl->rank->window, impl->link->rank(), impl->rank->process);
     std::memcpy(impl->link->window(), &header, sizeof header);
+    impl->connected = true;
     return impl;
 }
 
@@ -370,9 +352,8 @@ Session Session::open(const Options& options, const Group& group) {
     if (group.size < 1 || group.rank < 0 || group.rank >= group.size)
         throw Error(
             Status(Code::bad_input, fmt::format("group: rank {} of {}; allowed: rank 0..size-1.", group.rank, group.size)));
-    const std::string name = fmt::format("{}#{}", group.name, opened_before(fmt::format("{}@{}", group.name, group.rank)));
-    return Session(
-        Impl::open(options, make_shm_transport({.rank = group.rank, .size = group.size, .name = name, .token = group.token})));
+    return Session(Impl::open(
+        options, make_shm_transport({.rank = group.rank, .size = group.size, .name = group.name, .token = group.token})));
 }
 
 std::vector<Session> Session::open_local(const Options& options, int ranks) {
@@ -409,6 +390,11 @@ std::vector<Session> Session::open_local(std::span<const Options> options) {
     return sessions;
 }
 
+Session::Impl& Session::impl() const {
+    if (!impl_) throw Error(Status(Code::stale, "call on a session that was moved away."));
+    return *impl_;
+}
+
 Session::Session(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Session::Session(Session&&) noexcept = default;
 Session& Session::operator=(Session&& other) noexcept {
@@ -422,11 +408,11 @@ Session::~Session() {
     if (impl_) impl_->close();
 }
 void Session::close() {
-    impl_->close();
+    if (impl_) impl_->close();
 }
 
 ExpertBatch Session::dispatch(const DispatchArgs& args) {
-    Impl& s = *impl_;
+    Impl& s = impl();
     const auto depth = static_cast<uint64_t>(s.rank->options.depth);
     s.refuse_ended("dispatch");
     const uint64_t epoch = s.last_epoch + 1;
@@ -435,13 +421,11 @@ ExpertBatch Session::dispatch(const DispatchArgs& args) {
     if (epoch > layout::Word::epoch_max)
         throw Error(Status(Code::capacity, "the last epoch of this session is used up. Open a new one."));
 
-    const Deadline deadline = Deadline::after_ms(args.timeout_ms > 0 ? args.timeout_ms : s.rank->options.timeout_ms);
+    const Deadline deadline = s.deadline(args.timeout_ms);
     s.last_epoch = epoch;
     ++s.rank->stats.dispatches;
     flight.epoch = epoch;
     flight.slot = epoch % depth;
-    s.dispatch.start(*s.rank, flight, args, s.untold);
-    s.untold = {};
 
     int64_t mark = now_ns();
     const auto poll = [&](bool thorough) {
@@ -454,14 +438,21 @@ ExpertBatch Session::dispatch(const DispatchArgs& args) {
         mark = now;
         return progress;
     };
-    const ep::Progress end =
-        Waiter(*s.link, s.spin_ns).wait(deadline, poll, [&](int64_t ms) { s.dispatch.give_up(*s.rank, flight, ms); });
+    ep::Progress end;
+    try {
+        s.dispatch.start(*s.rank, flight, args, s.untold);
+        s.untold = {};
+        end = Waiter(*s.link, s.spin_ns).wait(deadline, poll, [&](int64_t ms) { s.dispatch.give_up(*s.rank, flight, ms); });
+    } catch (...) {  // no memory for an error text, say
+        s.dispatch.abandon(*s.rank, flight);
+        throw;
+    }
     if (end != ep::Progress::done) throw Error(s.dispatch.status());
     return ExpertBatch(impl_, &flight, epoch);
 }
 
 void* Session::x() {
-    Impl& s = *impl_;
+    Impl& s = impl();
     s.refuse_ended("x");
     const Options& o = s.rank->options;
     if (o.landing != Landing::in_place || o.dispatch_quant != Format::none) return nullptr;
@@ -473,7 +464,7 @@ void* Session::x() {
     next.epoch = epoch;
     next.slot = epoch % static_cast<uint64_t>(o.depth);
     s.gate.begin_gate(*s.rank, next);
-    const Deadline deadline = Deadline::after_ms(o.timeout_ms);
+    const Deadline deadline = s.deadline(0);
     Status late;
     const ep::Progress end =
         Waiter(*s.link, s.spin_ns)
@@ -490,10 +481,10 @@ void* Session::x() {
 }
 
 void Session::combine(ExpertBatch& batch, const CombineArgs& args) {
-    Impl& s = *impl_;
+    Impl& s = impl();
     s.refuse_ended("combine");
     if (!batch.flight_) throw Error(Status(Code::stale, "combine of an empty batch: it was combined already, or moved away."));
-    if (batch.session_.get() != impl_.get())
+    if (batch.session_.get() != &s)
         throw Error(Status(Code::stale,
                            fmt::format("combine on rank {} of a batch that another session dispatched (epoch {} of rank {}).",
                                        s.link->rank(), batch.epoch_, batch.flight_->rank->me())));
@@ -503,9 +494,8 @@ void Session::combine(ExpertBatch& batch, const CombineArgs& args) {
             Status(Code::stale, fmt::format("combine of the batch of epoch {}, which has ended; its slot holds epoch {} now.",
                                             batch.epoch_, flight.epoch)));
 
-    const Deadline deadline = Deadline::after_ms(args.timeout_ms > 0 ? args.timeout_ms : s.rank->options.timeout_ms);
+    const Deadline deadline = s.deadline(args.timeout_ms);
     ++s.rank->stats.combines;
-    s.combine.start(*s.rank, flight, args);
     // The batch is used up; what it views stays readable until this call returns.
     const std::shared_ptr<void> alive = std::move(batch.session_);
     batch.flight_ = nullptr;
@@ -518,8 +508,14 @@ void Session::combine(ExpertBatch& batch, const CombineArgs& args) {
         mark = now;
         return progress;
     };
-    const ep::Progress end =
-        Waiter(*s.link, s.spin_ns).wait(deadline, poll, [&](int64_t ms) { s.combine.give_up(*s.rank, flight, ms); });
+    ep::Progress end;
+    try {
+        s.combine.start(*s.rank, flight, args);
+        end = Waiter(*s.link, s.spin_ns).wait(deadline, poll, [&](int64_t ms) { s.combine.give_up(*s.rank, flight, ms); });
+    } catch (...) {  // no memory for an error text, say
+        s.combine.abandon(*s.rank, flight);
+        throw;
+    }
     if (end == ep::Progress::done) return;
     if (s.combine.untold())
         s.untold = Status(s.combine.status().code(),
@@ -529,25 +525,25 @@ void Session::combine(ExpertBatch& batch, const CombineArgs& args) {
 }
 
 int Session::rank() const {
-    return impl_->link->rank();
+    return impl().link->rank();
 }
 int Session::size() const {
-    return impl_->link->size();
+    return impl().link->size();
 }
 const Options& Session::options() const {
-    return impl_->rank->options;
+    return impl().rank->options;
 }
 const char* Session::simd_name() const {
-    return impl_->rank->kernels.name;
+    return impl().rank->kernels.name;
 }
 int64_t Session::experts_local() const {
-    return impl_->rank->placement.of_rank[static_cast<size_t>(rank())].count();
+    return impl().rank->placement.of_rank[static_cast<size_t>(rank())].count();
 }
 int64_t Session::window_bytes() const {
-    return static_cast<int64_t>(impl_->rank->window.bytes);
+    return static_cast<int64_t>(impl().rank->window.bytes);
 }
 SessionStats Session::stats() const {
-    return impl_->rank->stats;
+    return impl().rank->stats;
 }
 
 // ----------------------------------------------------------------------------------------------------------------- batch
@@ -570,12 +566,15 @@ ExpertBatch& ExpertBatch::operator=(ExpertBatch&& other) noexcept {
 
 ExpertBatch::~ExpertBatch() {
     if (!flight_ || !flight_->open || flight_->epoch != epoch_ || !flight_->rank->here()) return;
-    ep::drop(const_cast<ep::Rank&>(*flight_->rank), *flight_);
+    ep::drop(*flight_->rank, *flight_);
 }
 
 const ep::Flight& ExpertBatch::flight() const {
     if (!flight_ || !flight_->open || flight_->epoch != epoch_)
         throw Error(Status(Code::stale, fmt::format("the batch of epoch {} has ended; its rows are gone.", epoch_)));
+    if (!flight_->rank->here())
+        throw Error(Status(
+            Code::stale, fmt::format("the batch of epoch {} in process {}: a forked child has no windows.", epoch_, getpid())));
     return *flight_;
 }
 
@@ -596,12 +595,12 @@ uint64_t ExpertBatch::epoch() const {
 }
 const void* ExpertBatch::expand_x() const {
     const ep::Flight& f = flight();
-    throw_if(ep::materialise(const_cast<ep::Rank&>(*f.rank), *flight_));
+    throw_if(ep::materialise(*f.rank, *flight_));
     return part(f, f.rank->window.expand_x);
 }
 const void* ExpertBatch::dynamic_scales() const {
     const ep::Flight& f = flight();
-    throw_if(ep::materialise(const_cast<ep::Rank&>(*f.rank), *flight_));
+    throw_if(ep::materialise(*f.rank, *flight_));
     return scale_bytes() ? part(f, f.rank->window.scales) : nullptr;
 }
 int64_t ExpertBatch::payload_bytes() const {
@@ -631,19 +630,26 @@ void* ExpertBatch::y() const {
     return const_cast<std::byte*>(part(flight(), flight().rank->window.y));
 }
 
-ExpertBatch::Row ExpertBatch::row(int64_t i) const {
-    const ep::Flight& f = flight();
-    if (i < 0 || i >= f.rows)
-        throw Error(
-            Status(Code::bad_input, fmt::format("row {} of the batch of epoch {}; rows are 0..{}.", i, epoch_, f.rows - 1)));
+namespace {
+ExpertBatch::Row row_of(const ep::Flight& f, int64_t i) {
     const layout::Window& w = f.rank->window;
     if (f.rank->options.landing == Landing::in_place && !f.materialised) {
-        Row found;
+        ExpertBatch::Row found;
         throw_if(ep::find_row(f, i, &found));
         return found;
     }
     return {part(f, w.expand_x) + i * w.row.payload_bytes,
             w.row.scale_bytes() ? part(f, w.scales) + i * w.row.scale_bytes() : nullptr};
+}
+}  // namespace
+
+ExpertBatch::Row ExpertBatch::row(int64_t i) const {
+    // Called once per row: looks at what costs nothing, not at the process it runs in.
+    if (!flight_ || !flight_->open || flight_->epoch != epoch_) flight();
+    if (i < 0 || i >= flight_->rows)
+        throw Error(
+            Status(Code::bad_input, fmt::format("row {} of the batch of epoch {}; it has {} rows.", i, epoch_, flight_->rows)));
+    return row_of(*flight_, i);
 }
 
 namespace {
@@ -656,7 +662,7 @@ int64_t first_row(const ep::Flight& f, int64_t expert, int64_t first, int64_t co
     if (known && first >= 0 && count >= 0 && first <= rows && count <= rows - first) return start + first;
     throw Error(
         Status(Code::bad_input,
-               fmt::format("gather of rows {}..{} of local expert {}: {}.", first, first + count - 1, expert,
+               fmt::format("gather of {} rows from row {} of local expert {}: {}.", count, first, expert,
                            known ? fmt::format("it has {} rows", rows) : fmt::format("this rank has {} experts", experts))));
 }
 }  // namespace
@@ -668,7 +674,7 @@ void ExpertBatch::gather(int64_t expert, int64_t first, int64_t count, void* til
     auto* to = static_cast<std::byte*>(tile);
     auto* scales_to = static_cast<std::byte*>(tile_scales);
     for (int64_t i = 0; i < count; ++i) {
-        const Row from = row(start + i);
+        const Row from = row_of(f, start + i);
         std::memcpy(to + i * w.row.payload_bytes, from.payload, static_cast<size_t>(w.row.payload_bytes));
         if (from.scales && scales_to)
             std::memcpy(scales_to + i * w.row.scale_bytes(), from.scales, static_cast<size_t>(w.row.scale_bytes()));
@@ -680,7 +686,7 @@ void ExpertBatch::gather_f32(int64_t expert, int64_t first, int64_t count, float
     const layout::WindowShape& s = f.rank->window.shape;
     const int64_t start = first_row(f, expert, first, count);
     for (int64_t i = 0; i < count; ++i) {
-        const Row from = row(start + i);
+        const Row from = row_of(f, start + i);
         f.rank->kernels.decode(f.rank->options.dispatch_format(), s.token, from.payload, from.scales, s.hidden,
                                tile + i * s.hidden);
     }

@@ -144,7 +144,7 @@ int64_t allocations_of_rounds(std::vector<Session>& sessions, const Problem& p, 
     std::barrier<> step(ranks + 1);
     std::vector<std::thread> threads;
     for (int rank = 0; rank < ranks; ++rank)
-        threads.emplace_back([&, rank] {
+        threads.emplace_back([&, rank]() noexcept {  // an error ends the process: the others wait at the barrier
             Session& session = sessions[static_cast<size_t>(rank)];
             Output out = output_of(p, rank);
             std::vector<std::byte> y;

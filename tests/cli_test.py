@@ -51,7 +51,7 @@ class Cases(unittest.TestCase):
         cases = sorted(glob.glob(GOLDEN + "/*/case.json"))
         self.assertGreaterEqual(len(cases), 11)
         for case in map(os.path.dirname, cases):
-            for landing in ("packed", "padded"):
+            for landing in ("packed", "padded", "in_place"):
                 for workers in (1, 3):
                     for simd in ("scalar", "auto"):
                         out = os.path.join(self.folder, "out")
@@ -127,6 +127,53 @@ class Cases(unittest.TestCase):
         self.assertIn("rank 1: topk_ids[2][1] is 6; experts are 0..5", done.stderr)
 
 
+    def test_a_missing_or_short_input_is_told_before_any_rank_starts(self):
+        case = os.path.join(self.folder, "case")
+        self.right("gen", case, "--ranks", 2, "--bs", 4, "--h", 64, "--k", 2)
+        path = os.path.join(case, "input/chip_1/expert_ids_1.bin")
+        os.truncate(path, 5)
+        done = command("run", case)
+        self.assertEqual((done.returncode, len(done.stderr.splitlines())), (2, 1), done.stderr)
+        self.assertIn("expert_ids_1.bin has 5 bytes", done.stderr)
+        os.remove(path)
+        done = command("run", case)
+        self.assertEqual((done.returncode, len(done.stderr.splitlines())), (2, 1), done.stderr)
+
+    def test_golden_is_never_overwritten(self):
+        case = os.path.join(self.folder, "case")
+        self.right("gen", case, "--ranks", 2, "--bs", 4, "--h", 64, "--k", 2)
+        before = read(os.path.join(case, "golden/chip_0/x_0.bin"), "rb")
+        done = command("run", case, "--output", os.path.join(case, "golden"))
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("golden", done.stderr)
+        self.assertEqual(read(os.path.join(case, "golden/chip_0/x_0.bin"), "rb"), before)
+
+    def test_a_description_that_is_wrong_is_refused_with_its_key(self):
+        for text, said in (('{"ranks":0,"tokens_per_rank":[]}', "ranks"), ('{"ranks":2.9,"tokens_per_rank":[1,1]}', "ranks"),
+                           ('{"ranks":2,"tokens_per_rank":[2,2.5]}', "tokens_per_rank"),
+                           ('{"ranks":2,"tokens_per_rank":[-3,2]}', "tokens_per_rank"),
+                           ('{"ranks":2,"tokens_per_rank":[2]}', "tokens_per_rank"),
+                           ('{"ranks":2,"tokens_per_rank":[2,2],"dispatch_qaunt":"none"}', "dispatch_qaunt"),
+                           ('{"ranks":2,"tokens_per_rank":[2,2],"dtype":"f8"}', "dtype"), ("[]", "object"), ("{", "case.json")):
+            write(os.path.join(self.folder, "case.json"), text.encode())
+            for word in ("run", "verify"):
+                done = command(word, self.folder)
+                self.assertEqual((done.returncode, len(done.stderr.splitlines())), (2, 1), text + done.stderr)
+                self.assertIn(said, done.stderr)
+                self.assertIn("case.json", done.stderr)
+
+    def test_a_description_may_spell_options_as_flags(self):
+        case = os.path.join(self.folder, "case")
+        self.right("gen", case, "--ranks", 2, "--bs", 4, "--h", 64, "--k", 2, "--expert-alignment", 16)
+        path = os.path.join(case, "case.json")
+        json_text = json.loads(read(path))
+        json_text["expert-alignment"] = json_text.pop("expert_alignment")
+        json_text["quant-mode"] = json_text.pop("dispatch_quant")
+        write(path, json.dumps(json_text).encode())
+        self.right("run", case)
+        self.right("verify", case)
+
+
 class MadeUp(unittest.TestCase):
     def test_made_up_input_is_checked_against_the_reference(self):
         for routing in ("balanced", "uniform", "zipf", "lognormal", "onehot", "drop"):
@@ -171,6 +218,11 @@ class Arguments(unittest.TestCase):
         self.refused("run", "--routing", "random", said="zipf")
         self.refused("run", "--timeout", "0", said="--timeout")
         self.refused("run", "--expert-alignment", "3", said="16")
+        self.refused("run", "--bs", "", said="--bs")
+        self.refused("run", "--seed", "18446744073709551615", said="--seed")
+        self.refused("run", "--tokens-max", 1, "--bs", 2, said="--tokens-max")
+        self.refused("run", "--ranks", 2, "--bs", 2, "--simd", "neon", said="avx2" if "avx2" in read("/proc/cpuinfo") else "scalar")
+        self.refused("run", "--output", "/proc/none", "--bs", 2, said="/proc/none")
         self.refused("verify", "/nonexistent", said="/nonexistent")
         self.refused("gen", "/tmp", "--quant-mode", "9", said="quant")
 
@@ -178,7 +230,15 @@ class Arguments(unittest.TestCase):
         for arguments in (("--help",), ("run", "--help"), ("verify", "--help"), ("--version",)):
             done = command(*arguments)
             self.assertEqual(done.returncode, 0)
-            self.assertIn("switchyard", done.stdout.lower() + "switchyard" * (arguments[0] in ("run", "verify")))
+            self.assertIn("--landing" if arguments[0] in ("run", "verify") else "switchyard", done.stdout)
+
+
+    def test_output_that_cannot_be_written_is_a_failure(self):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([SWITCHYARD, "run", "--ranks", "2", "--bs", "2", "--h", "64"], stdout=full, stderr=subprocess.PIPE,
+                                  text=True, timeout=WATCHDOG_S)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("could not be written", done.stderr)
 
 
 class Endings(unittest.TestCase):

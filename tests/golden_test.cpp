@@ -86,7 +86,7 @@ Case read_case(const std::string& name) {
     }
     c.options.tokens_max = 0;
     for (int r = 0; r < about.at("ranks").get<int>(); ++r) {
-        const std::string chip = "chip_" + std::to_string(r), end = "_" + std::to_string(r) + ".bin";
+        const std::string number = std::to_string(r), chip = "chip_" + number, end = '_' + number + ".bin";
         const auto input = [&](const char* what) { return file_bytes(dir / "input" / chip / (what + end)); };
         const auto golden_path = [&](const char* what) { return dir / "golden" / chip / (what + end); };
         const auto golden = [&](const char* what) { return file_bytes(golden_path(what)); };

@@ -324,12 +324,14 @@ TEST_P(Death, SurvivorsReportTheRankThatDied) {
                     if (moment == Moment::before_dispatch) part.die_here();
                     if (moment == Moment::while_others_wait) sleep_ms(100), part.die_here();
                     ExpertBatch batch = session.dispatch(args);
+                    part.wait();  // until the others have their batches
                     if (moment == Moment::while_others_wait_in_combine) sleep_ms(100);
                     part.die_here();
                 }
                 if (moment == Moment::before_combine || moment == Moment::while_others_wait_in_combine) {
                     ExpertBatch batch = session.dispatch(args);
                     part.expect_nothing(difference_of_batch(batch, p, part.rank()));
+                    part.say("dispatched");
                     Output out = output_of(p, part.rank());
                     part.expect_error(Code::peer_lost, victim,
                                       [&] { session.combine(batch, combine_args(p, part.rank(), out.data())); });
@@ -338,6 +340,11 @@ TEST_P(Death, SurvivorsReportTheRankThatDied) {
                 }
                 for (int i = 0; i < 3; ++i) part.expect_error(Code::peer_lost, victim, [&] { session.dispatch(args); });
             });
+            if (moment == Moment::before_combine || moment == Moment::while_others_wait_in_combine) {
+                for (int r = 0; r < ranks; ++r)
+                    if (r != victim) all.await(r, "dispatched");
+                all.go(victim);
+            }
             all.end_of_all(victim);
             if (HasFailure()) return;
         }

@@ -472,7 +472,7 @@ class Generator(unittest.TestCase):
             with self.subTest(arguments):
                 code, out, err = run(*arguments)
                 self.assertEqual((code, out, err.count("\n")), (2, "", 1), err)
-                self.assertTrue(err.startswith("error: ") and word in err, err)
+                self.assertTrue(err.startswith("reference.py: ") and word in err, err)
         self.assertFalse(os.path.exists("D"))
 
     def test_runs_from_standard_input(self):

@@ -8,6 +8,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <numeric>
+#include <set>
 
 #include "layout/window.hpp"
 #include "testing.hpp"
@@ -425,7 +426,7 @@ TEST(Window, PartsStartOnPagesAndDoNotOverlap) {
                       {"bell", w.bell, sizeof(layout::Bell)},
                       {"members", w.members, u(s.ranks) * sizeof(layout::MemberLine)},
                       {"flags", w.flags, u(s.depth * s.ranks) * sizeof(layout::FlagLine)},
-                      {"reasons", w.reasons, u(s.depth * s.ranks) * sizeof(layout::Reason)},
+                      {"reasons", w.reasons, 2 * u(s.depth * s.ranks) * sizeof(layout::Reason)},
                       {"slots", w.slots, u(s.depth) * w.slot_bytes}},
                      w.bytes);
         for (const uint64_t line : {w.bell, w.members, w.flags, w.reasons}) EXPECT_EQ(line % 64, 0U);
@@ -440,16 +441,16 @@ TEST(Window, PartsStartOnPagesAndDoNotOverlap) {
         EXPECT_EQ(w.cell.stride % 64, 0);
         EXPECT_GE(u(w.cell.scales_at), row.payload);
         EXPECT_GE(u(w.cell.info_at), u(w.cell.scales_at) + row.scales);
-        EXPECT_GE(u(w.home_slot.scales_at), home.payload);
-        EXPECT_GE(u(w.home_slot.stride), u(w.home_slot.scales_at) + home.scales);
-        EXPECT_EQ(w.home_slot.stride % 64, 0);
+        EXPECT_GE(u(w.home_row.scales_at), home.payload);
+        EXPECT_GE(u(w.home_row.stride), u(w.home_row.scales_at) + home.scales);
+        EXPECT_EQ(w.home_row.stride % 64, 0);
         expect_apart({{"counts", w.counts, u(s.ranks) * w.count_stride},
                       {"expand_x", w.expand_x, u(s.rows_max) * row.payload},
                       {"scales", w.scales, u(s.rows_max) * row.scales},
                       {"source_info", w.source_info, u(s.rows_max) * 12},
                       {"weights", w.weights, s.weights ? u(s.rows_max) * 4 : 0},
                       {"y", w.y, u(s.rows_max) * u(s.hidden) * token_bytes(s.token)},
-                      {"home", w.home, homes * u(w.home_slot.stride)},
+                      {"home", w.home, homes * u(w.home_row.stride)},
                       {"landing", w.landing, cells * u(w.cell.stride)},
                       {"x", w.x, s.in_place ? u(s.tokens_max) * row.payload : 0},
                       {"x_scales", w.x_scales, s.in_place ? u(s.tokens_max) * row.scales : 0}},
@@ -462,7 +463,10 @@ TEST(Window, PartsStartOnPagesAndDoNotOverlap) {
         const uint64_t last_slot = u(s.depth - 1);
         EXPECT_EQ(w.slot(last_slot) + w.slot_bytes, w.bytes);
         EXPECT_LE(w.flag_line(last_slot, s.ranks - 1) + sizeof(layout::FlagLine), w.reasons);
-        EXPECT_LE(w.reason(last_slot, s.ranks - 1) + sizeof(layout::Reason), w.slots);
+        for (uint64_t epoch = 0; epoch < 2 * u(s.depth); ++epoch) {
+            EXPECT_GE(w.reason(epoch, 0), w.reasons);
+            EXPECT_LE(w.reason(epoch, s.ranks - 1) + sizeof(layout::Reason), w.slots);
+        }
         EXPECT_LE(w.member(s.ranks - 1) + sizeof(layout::MemberLine), w.flags);
         EXPECT_LE(w.count_row(0, s.ranks - 1) + w.count_stride, w.slot(0) + w.expand_x);
         if (cells) {
@@ -471,9 +475,24 @@ TEST(Window, PartsStartOnPagesAndDoNotOverlap) {
         }
         if (homes) {
             EXPECT_EQ(w.home_at(0, 0, 0), w.slot(0) + w.home);
-            EXPECT_LE(w.home_at(last_slot, s.tokens_max - 1, s.topk - 1) + u(w.home_slot.stride), w.bytes);
+            EXPECT_LE(w.home_at(last_slot, s.tokens_max - 1, s.topk - 1) + u(w.home_row.stride), w.bytes);
         }
         if (testing::Test::HasFailure()) return;
+    }
+}
+
+// A rank may read the reason of an epoch late, when the slot's next epoch has one, too; the one after that waits for it.
+TEST(Window, ReasonsOfTwoEpochsOfASlotAreKeptApart) {
+    for (const int64_t depth : {1, 2, 3}) {
+        WindowShape s = sample_shape();
+        s.depth = depth;
+        const Window w = layout::window_of(s);
+        std::set<uint64_t> places;
+        for (uint64_t epoch = 1; epoch <= 2 * static_cast<uint64_t>(depth); ++epoch)
+            for (int64_t r = 0; r < s.ranks; ++r) {
+                EXPECT_TRUE(places.insert(w.reason(epoch, r)).second) << "epoch " << epoch << ", rank " << r;
+                EXPECT_EQ(w.reason(epoch + 2 * static_cast<uint64_t>(depth), r), w.reason(epoch, r));
+            }
     }
 }
 
@@ -488,7 +507,7 @@ TEST(Window, CellsAndHomeRowsAreDistinct) {
     at.clear();
     for (int64_t t = 0; t < 5; ++t)
         for (int64_t k = 0; k < 3; ++k) at.push_back(w.home_at(1, t, k));
-    for (size_t i = 1; i < at.size(); ++i) EXPECT_EQ(at[i] - at[i - 1], static_cast<uint64_t>(w.home_slot.stride));
+    for (size_t i = 1; i < at.size(); ++i) EXPECT_EQ(at[i] - at[i - 1], static_cast<uint64_t>(w.home_row.stride));
 }
 
 // A flag whose address depends on the hidden size is read from old rows when the shape changes.
@@ -529,10 +548,10 @@ TEST(Window, SizeIsTheSumOrTheLimitIsSeenInEveryDimension) {
         Wide slot = pages(u(s.ranks) * w.count_stride) + pages(u(s.rows_max) * row.payload) +
                     pages(u(s.rows_max) * row.scales) + pages(u(s.rows_max) * 12) + pages(s.weights ? u(s.rows_max) * 4 : 0) +
                     pages(u(s.rows_max) * u(s.hidden) * token_bytes(s.token));
-        if (s.push) slot += pages(u(s.tokens_max * s.topk) * u(w.home_slot.stride));
+        if (s.push) slot += pages(u(s.tokens_max * s.topk) * u(w.home_row.stride));
         if (s.padded) slot += pages(u(s.experts_per_rank) * u(s.ranks) * u(s.tokens_max * s.topk) * u(w.cell.stride));
         if (s.in_place) slot += pages(u(s.tokens_max) * row.payload) + pages(u(s.tokens_max) * row.scales);
-        const Wide state = 4096 + 64 + u(s.ranks) * 64 + u(s.ranks) * u(s.depth) * (64 + 512);
+        const Wide state = 4096 + 64 + u(s.ranks) * 64 + u(s.ranks) * u(s.depth) * (64 + 2 * 512);
         const Wide all = pages(state) + slot * u(s.depth);
         if (all > layout::Region::limit) {
             EXPECT_EQ(w.bytes, layout::Region::limit_exceeded);

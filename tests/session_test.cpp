@@ -381,9 +381,9 @@ TEST_P(EveryWay, PointersNeedNoAlignment) {
         c.y = y.data() + 1;
         if (c.shared) c.shared = shared.data() + 1;
         at(r).combine(batch, c);
-        std::vector<std::byte> right{std::byte{0xA5}};
-        right.insert(right.end(), problem.combined[static_cast<size_t>(r)].begin(),
-                     problem.combined[static_cast<size_t>(r)].end());
+        const std::vector<std::byte>& combined = problem.combined[static_cast<size_t>(r)];
+        std::vector<std::byte> right(combined.size() + 1, std::byte{0xA5});
+        std::copy(combined.begin(), combined.end(), right.begin() + 1);
         EXPECT_EQ(out.difference_from("x", right), "");
     });
 }
@@ -625,10 +625,15 @@ TEST_P(EveryWay, BadInputOfDispatchIsRefusedOnEveryRankInTheSameCall) {
             a.tokens = n;
             refused(a, {"tokens", std::to_string(n), "0..5"});
         }
-        for (const int64_t stride : {int64_t{32}, int64_t{1}, int64_t{-33}, INT64_MIN}) {
+        for (const int64_t stride : {int64_t{32}, int64_t{1}, int64_t{-33}, INT64_MIN, INT64_MAX}) {
             a = args(bad);
             a.row_stride = stride;
             refused(a, {"row_stride", std::to_string(stride), "33"});
+        }
+        for (const int64_t ms : {int64_t{-1}, INT64_MIN}) {
+            a = args(bad);
+            a.timeout_ms = ms;
+            refused(a, {"timeout_ms", std::to_string(ms)});
         }
     }
 }
@@ -708,6 +713,26 @@ TEST_P(EveryWay, CombineWithoutOutIsRefusedOnEveryRank) {
         });
         round_works();
     }
+}
+
+TEST_P(EveryWay, CombineWithANegativeDeadlineIsRefusedOnEveryRank) {
+    open(2);
+    on_ranks(2, [&](int r) {
+        ExpertBatch batch = dispatched(r);
+        EXPECT_TRUE(is_error(combine_outcome(r, batch, r == 0 ? -5 : 0), Code::bad_input, {"rank 0", "timeout_ms", "-5"}));
+    });
+    round_works();
+}
+
+TEST_P(EveryWay, LongestDeadlineIsNoDeadline) {
+    open(2);
+    on_ranks(2, [&](int r) {
+        sleep_ms(20 * r);
+        ExpertBatch batch = at(r).dispatch(args(r, INT64_MAX));
+        fill_y(batch, problem, r, batch.y());
+        sleep_ms(20 * (1 - r));
+        EXPECT_EQ(combine_outcome(r, batch, INT64_MAX).code, Code::ok);
+    });
 }
 
 // --------------------------------------------------------------------------------------------------- stale batches, depth
@@ -1531,6 +1556,28 @@ TEST(SessionX, TokensWrittenInPlaceGiveTheSameBytesAndAreNotCopied) {
             EXPECT_EQ(sessions[r].stats().bytes_sent, rows * 12) << "source info only";
         });
     }
+}
+
+TEST(SessionX, TokensInsideThePlaceButNotFromItsStartAreRefused) {
+    // Workers would copy them over each other.
+    Options o = small_options();
+    o.landing = Landing::in_place;
+    o.workers = 2;
+    Random random(4);
+    const Problem p = make_problem(random, o, {2, 2});
+    std::vector<Session> sessions = Session::open_local(o, 2);
+    for (const bool strided : {false, true})
+        on_ranks(2, [&](int rank) {
+            Session& session = sessions[static_cast<size_t>(rank)];
+            auto* x = static_cast<std::byte*>(session.x());
+            const DispatchArgs a{.x = strided ? x : x + 8,
+                                 .tokens = 1 + strided,
+                                 .row_stride = strided ? 5 : 0,
+                                 .topk_ids = p.ranks[0].ids.data()};
+            EXPECT_TRUE(is_error(outcome_of([&] { session.dispatch(rank == 1 ? a : dispatch_args(p, rank)); }), Code::bad_input,
+                                 {"rank 1"}));
+        });
+    expect_round_works(sessions, p);
 }
 
 TEST(SessionX, PlaceIsFreeOnlyWhenEveryRankHasReadTheLastRows) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cerrno>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -14,28 +15,51 @@
 namespace switchyard::tools {
 namespace {
 
-// Flags of the CANN sample's scripts whose numbers are its own. Names are accepted too.
-struct SampleFlag {
-    const char* flags;
+// The CANN sample's own flags, and the numbers it writes where this library has names. Numbers are understood wherever the
+// option is given.
+struct SampleWords {
     const char* option;
+    const char* flags;
     std::vector<std::pair<const char*, const char*>> numbers;
 };
-const std::vector<SampleFlag>& sample_flags() {
-    static const std::vector<SampleFlag> flags = {
-        {"--quant-mode", "dispatch_quant", {{"0", "none"}, {"2", "int8_token"}, {"4", "mxfp8_e5m2"}}},
-        {"--comm-quant-mode", "combine_quant", {{"0", "none"}, {"2", "int8_block8"}}},
-        {"--token-dtype-choice", "dtype", {{"0", "bf16"}, {"1", "f16"}}},
-        {"--expert-recv-info-type", "expert_token_nums", {{"0", "cumsum"}, {"1", "count"}}},
+const std::vector<SampleWords>& sample_words() {
+    static const std::vector<SampleWords> words = {
+        {"dispatch_quant", "--quant-mode", {{"0", "none"}, {"2", "int8_token"}, {"4", "mxfp8_e5m2"}}},
+        {"combine_quant", "--comm-quant-mode", {{"0", "none"}, {"2", "int8_block8"}}},
+        {"dtype", "--token-dtype-choice", {{"0", "bf16"}, {"1", "f16"}}},
+        {"expert_token_nums", "--expert-recv-info-type", {{"0", "cumsum"}, {"1", "count"}}},
     };
-    return flags;
+    return words;
+}
+const SampleWords* sample_words_of(std::string_view option) {
+    for (const SampleWords& words : sample_words())
+        if (option == words.option) return &words;
+    return nullptr;
+}
+
+// Every flag of an option, "--quant-mode,--dispatch-quant".
+std::string flags_of(const OptionInfo& info) {
+    const SampleWords* sample = sample_words_of(info.name);
+    return sample ? fmt::format("{},{}", info.flags, sample->flags) : info.flags;
+}
+
+// The option that a case's key names: by its name or by any of its flags, "expert_alignment" or "expert-alignment".
+const OptionInfo* option_of_key(const std::string& key) {
+    std::string flag = key;
+    std::replace(flag.begin(), flag.end(), '_', '-');
+    flag = "--" + flag.substr(std::min(flag.find_first_not_of('-'), flag.size()));
+    for (const OptionInfo& info : option_table())
+        if (key == info.name || (',' + flags_of(info) + ',').find(',' + flag + ',') != std::string::npos) return &info;
+    return nullptr;
 }
 
 const std::vector<std::string> routings = {"balanced", "uniform", "zipf", "lognormal", "onehot", "drop"};
 
 int64_t to_number(const std::string& flag, const std::string& text, int64_t low, int64_t high) {
     char* end = nullptr;
+    errno = 0;
     const long long value = std::strtoll(text.c_str(), &end, 10);
-    if (end == text.c_str() || *end || value < low || value > high)
+    if (end == text.c_str() || *end || errno != 0 || value < low || value > high)
         throw Mistake(fmt::format("{} is \"{}\"; give a whole number from {} to {}", flag, text, low, high));
     return value;
 }
@@ -55,8 +79,42 @@ std::vector<int64_t> to_batches(const std::string& text, int ranks) {
 }
 
 void apply(Options& options, const std::string& name, const std::string& text) {
-    const OptionInfo* info = find_option(name);
-    if (const Status s = set_option(options, *info, text); !s.ok()) throw Mistake(s.text());
+    std::string word = text;
+    if (const SampleWords* sample = sample_words_of(name))
+        for (const auto& [number, named] : sample->numbers)
+            if (text == number) word = named;
+    if (const Status s = set_option(options, *find_option(name), word); !s.ok()) throw Mistake(s.text());
+}
+
+int64_t to_milliseconds(const std::string& text) {
+    char* end = nullptr;
+    const double seconds = std::strtod(text.c_str(), &end);
+    if (end == text.c_str() || *end || !(seconds >= 0.001) || seconds > 1e9)
+        throw Mistake(fmt::format("--timeout is \"{}\"; give seconds, 0.001 to 1e9", text));
+    return std::llround(seconds * 1000);
+}
+
+// What case.json says. A key that is neither an option nor one of the known remarks is a mistake: it may be a misspelt option.
+void read_description(const nlohmann::json& json, Case& c) {
+    if (!json.is_object()) throw Mistake("not an object");
+    c.ranks = static_cast<int>(to_number("ranks", json.at("ranks").dump(), 1, ranks_max));
+    c.options.experts = 4 * int64_t{c.ranks};
+    for (const auto& [key, value] : json.items()) {
+        const std::string text = value.is_string() ? value.get<std::string>() : value.dump();
+        if (key == "tokens_per_rank") {
+            for (const auto& tokens : value) c.tokens.push_back(to_number(key, tokens.dump(), 0, int64_t{1} << 31));
+        } else if (key == "seed") {
+            c.seed = static_cast<uint64_t>(to_number(key, text, 0, INT64_MAX));
+        } else if (key == "timeout") {
+            c.options.timeout_ms = to_milliseconds(text);
+        } else if (const OptionInfo* info = option_of_key(key)) {
+            apply(c.options, info->name, text);
+        } else if (key != "ranks" && key != "routing" && key != "values") {
+            throw Mistake(fmt::format("there is no option \"{}\"; see switchyard run --help", key));
+        }
+    }
+    if (c.tokens.size() != static_cast<size_t>(c.ranks))
+        throw Mistake(fmt::format("tokens_per_rank names {} ranks, ranks is {}", c.tokens.size(), c.ranks));
 }
 
 // "NUMBER of rows", or the choices: "f16|bf16|f32".
@@ -77,21 +135,10 @@ std::string type_text(const OptionInfo& info) {
 void CaseFlags::add_to(CLI::App& app) {
     for (const OptionInfo& info : option_table()) {
         if (std::string_view(info.name) == "timeout_ms") continue;  // --timeout, in seconds
-        std::string flags_text = info.flags;
         app.add_option_function<std::string>(
-               flags_text, [this, &info](const std::string& t) { options[info.name] = t; }, info.help)
+               flags_of(info), [this, &info](const std::string& t) { options[info.name] = t; }, info.help)
             ->type_name(type_text(info));
     }
-    for (const SampleFlag& flag : sample_flags())
-        app.add_option_function<std::string>(
-               flag.flags,
-               [this, &flag](const std::string& t) {
-                   const auto it =
-                       std::find_if(flag.numbers.begin(), flag.numbers.end(), [&](auto& n) { return t == n.first; });
-                   options[flag.option] = it == flag.numbers.end() ? t : it->second;
-               },
-               fmt::format("the CANN sample's flag for {}", flag.option))
-            ->type_name("CHOICE");
     app.add_option("--ranks,--chip-num-per-server", ranks, "processes, one per rank")->type_name("RANKS");
     app.add_option("--bs", batch, "tokens of each rank: one number, or one per rank (5,0,1,7)")->type_name("TOKENS");
     app.add_option("--seed,--random-seed", seed, "of made-up input")->type_name("NUMBER");
@@ -113,49 +160,36 @@ Case read_case(const std::filesystem::path& folder, const CaseFlags& flags) {
     o.topk = 8;
     o.dispatch_quant = Format::mxfp8_e5m2;
     o.combine_quant = Format::int8_block8;
-    int64_t batch = 8;
+    constexpr int64_t batch = 8;
 
     const std::filesystem::path description = folder / "case.json";
     if (!folder.empty() && !std::filesystem::is_directory(folder))
         throw Mistake(
             fmt::format("{} is not a folder; make a case there with: switchyard gen {}", folder.string(), folder.string()));
-    if (!folder.empty() && std::filesystem::exists(description)) {
+    if (const Status s = set_options_from_environment(o); !s.ok()) throw Mistake(s.text());
+    const bool described = !folder.empty() && std::filesystem::exists(description);
+    if (described) {
+        o.dispatch_quant = o.combine_quant = Format::none;  // a description says what differs from the library's defaults
         try {
-            const auto json = nlohmann::json::parse(std::ifstream(description));
-            c.ranks = json.at("ranks").get<int>();
-            o.experts = 4 * int64_t{c.ranks};
-            for (const auto& [key, value] : json.items()) {
-                if (key == "tokens_per_rank")
-                    c.tokens = value.get<std::vector<int64_t>>();
-                else if (key == "seed" && value.is_number_unsigned())
-                    c.seed = value.get<uint64_t>();
-                else if (find_option(key))
-                    apply(o, key, value.is_string() ? value.get<std::string>() : value.dump());
-            }
-            if (c.tokens.size() != static_cast<size_t>(c.ranks))
-                throw Mistake(fmt::format("{}: tokens_per_rank names {} ranks, ranks is {}", description.string(),
-                                          c.tokens.size(), c.ranks));
+            read_description(nlohmann::json::parse(std::ifstream(description)), c);
         } catch (const nlohmann::json::exception& e) {
+            throw Mistake(fmt::format("{}: {}", description.string(), e.what()));
+        } catch (const Mistake& e) {
             throw Mistake(fmt::format("{}: {}", description.string(), e.what()));
         }
     } else {
-        if (!folder.empty()) o.mx_overflow = MxOverflow::inf;  // a case of the sample's own generator
-        if (!flags.ranks.empty()) c.ranks = static_cast<int>(to_number("--ranks", flags.ranks, 1, 4095));
+        if (!flags.ranks.empty()) c.ranks = static_cast<int>(to_number("--ranks", flags.ranks, 1, ranks_max));
         o.experts = 4 * int64_t{c.ranks};
     }
-    if (!flags.ranks.empty() && to_number("--ranks", flags.ranks, 1, 4095) != c.ranks)
+    if (!flags.ranks.empty() && to_number("--ranks", flags.ranks, 1, ranks_max) != c.ranks)
         throw Mistake(fmt::format("--ranks {} but the case has {}; leave --ranks out", flags.ranks, c.ranks));
     if (!flags.batch.empty()) c.tokens = to_batches(flags.batch, c.ranks);
     if (c.tokens.empty()) c.tokens.assign(static_cast<size_t>(c.ranks), batch);
-    if (const Status s = set_options_from_environment(o); !s.ok()) throw Mistake(s.text());
     for (const auto& [name, text] : flags.options) apply(o, name, text);
-    if (!flags.timeout.empty()) {
-        char* end = nullptr;
-        const double seconds = std::strtod(flags.timeout.c_str(), &end);
-        if (*end || !(seconds >= 0.001) || seconds > 1e9)
-            throw Mistake(fmt::format("--timeout is \"{}\"; give seconds, 0.001 or more", flags.timeout));
-        o.timeout_ms = std::llround(seconds * 1000);
-    }
+    // A case of the sample's own generator overflows to infinity, as the sample does.
+    if (!folder.empty() && !described && !flags.options.contains("mx_overflow") && o.dispatch_quant == Format::mxfp8_e5m2)
+        o.mx_overflow = MxOverflow::inf;
+    if (!flags.timeout.empty()) o.timeout_ms = to_milliseconds(flags.timeout);
     if (!flags.seed.empty()) c.seed = static_cast<uint64_t>(to_number("--seed", flags.seed, 0, INT64_MAX));
     if (!flags.routing.empty()) {
         if (std::find(routings.begin(), routings.end(), flags.routing) == routings.end())
@@ -164,6 +198,7 @@ Case read_case(const std::filesystem::path& folder, const CaseFlags& flags) {
     }
     const int64_t most = *std::max_element(c.tokens.begin(), c.tokens.end());
     if (o.tokens_max == 0) o.tokens_max = most;
+    if (o.tokens_max < most) throw Mistake(fmt::format("--tokens-max {} is below the batch of {} tokens", o.tokens_max, most));
     if (const Status s = check_options(o, c.ranks); !s.ok()) throw Mistake(s.text());
     return c;
 }
@@ -175,17 +210,23 @@ std::filesystem::path file_of(const std::filesystem::path& folder, int rank, std
 }
 
 std::vector<std::byte> read_file(const std::filesystem::path& path) {
-    std::ifstream in(path, std::ios::binary | std::ios::ate);
-    if (!in) throw Mistake(fmt::format("{} cannot be read", path.string()));
-    std::vector<std::byte> data(static_cast<size_t>(in.tellg()));
-    in.seekg(0);
+    std::error_code error;
+    const auto bytes = std::filesystem::file_size(path, error);  // an error for a folder, too
+    if (error) throw Mistake(fmt::format("{} cannot be read: {}", path.string(), error.message()));
+    std::vector<std::byte> data(bytes);
+    std::ifstream in(path, std::ios::binary);
     in.read(reinterpret_cast<char*>(data.data()), static_cast<std::streamsize>(data.size()));
     if (!in) throw Mistake(fmt::format("{} cannot be read to its end", path.string()));
     return data;
 }
 
+void make_folder(const std::filesystem::path& path) {
+    std::error_code error;
+    std::filesystem::create_directories(path, error);
+    if (error) throw Mistake(fmt::format("the folder {} cannot be made: {}", path.string(), error.message()));
+}
+
 void write_file(const std::filesystem::path& path, const void* data, size_t bytes) {
-    std::filesystem::create_directories(path.parent_path());
     std::ofstream out(path, std::ios::binary);
     out.write(static_cast<const char*>(data), static_cast<std::streamsize>(bytes));
     out.close();
@@ -196,21 +237,31 @@ reference::RankInput Input::view(int64_t tokens) const {
     return {x.data(), tokens, topk_ids.data(), topk_weights.data()};
 }
 
+void check_input_files(const Case& c) {
+    for (int r = 0; r < c.ranks; ++r) {
+        const int64_t tokens = c.tokens[static_cast<size_t>(r)];
+        const auto check = [&](const char* name, int64_t row_bytes, bool exact) {
+            const std::filesystem::path path = file_of(c.folder / "input", r, name);
+            std::error_code error;
+            const auto bytes = std::filesystem::file_size(path, error);
+            if (error) throw Mistake(fmt::format("{} cannot be read: {}", path.string(), error.message()));
+            if (exact && static_cast<int64_t>(bytes) != tokens * row_bytes)
+                throw Mistake(fmt::format("{} has {} bytes; {} tokens of {} bytes are {}: check --bs, --h, --k, --dtype",
+                                          path.string(), bytes, tokens, row_bytes, tokens * row_bytes));
+        };
+        check("x", c.token_bytes(), true);
+        check("expert_ids", c.options.topk * 4, true);
+        check("expert_scales", c.options.topk * 4, true);
+        check("expand_x", c.token_bytes(), false);
+    }
+}
+
 Input read_input(const Case& c, int rank) {
-    const int64_t tokens = c.tokens[static_cast<size_t>(rank)];
-    const auto read = [&](const char* name, int64_t row_bytes, bool exact) {
-        const std::filesystem::path path = file_of(c.folder / "input", rank, name);
-        std::vector<std::byte> data = read_file(path);
-        if (exact && static_cast<int64_t>(data.size()) != tokens * row_bytes)
-            throw Mistake(fmt::format("{} has {} bytes; {} tokens of {} bytes are {}: check --bs, --h, --k, --dtype",
-                                      path.string(), data.size(), tokens, row_bytes, tokens * row_bytes));
-        return data;
-    };
+    const auto read = [&](const char* name) { return read_file(file_of(c.folder / "input", rank, name)); };
     Input in;
-    in.x = read("x", c.token_bytes(), true);
-    const auto ids = read("expert_ids", c.options.topk * 4, true);
-    const auto weights = read("expert_scales", c.options.topk * 4, true);
-    in.y = read("expand_x", c.token_bytes(), false);
+    in.x = read("x");
+    in.y = read("expand_x");
+    const auto ids = read("expert_ids"), weights = read("expert_scales");
     in.topk_ids.resize(ids.size() / 4);
     in.topk_weights.resize(weights.size() / 4);
     if (!ids.empty()) std::memcpy(in.topk_ids.data(), ids.data(), ids.size());

@@ -54,7 +54,10 @@ struct Input {
     reference::RankInput view(int64_t tokens) const;
 };
 
-/// Reads input/chip_<rank>; sizes are checked against the case. Throws Mistake naming the file.
+/// Checks that the input files of all ranks are there and have the sizes of the case. Throws Mistake naming the file.
+void check_input_files(const Case& c);
+
+/// Reads input/chip_<rank>, whose files were checked.
 Input read_input(const Case& c, int rank);
 
 /// Makes the input of a rank from the case's seed: the same on every rank that asks.
@@ -76,6 +79,7 @@ class MadeUpExperts {
 std::filesystem::path file_of(const std::filesystem::path& folder, int rank, std::string_view name);
 
 std::vector<std::byte> read_file(const std::filesystem::path& path);
+void make_folder(const std::filesystem::path& path);
 void write_file(const std::filesystem::path& path, const void* data, size_t bytes);
 
 }  // namespace switchyard::tools

@@ -56,6 +56,7 @@ int gen_command(int argc, char** argv) {
     for (int i = 1; i < argc; ++i) arguments.push_back(argv[i]);  // "gen DIR ..."
     arguments.push_back(nullptr);
     setenv("PYTHONDONTWRITEBYTECODE", "1", 1);
+    setenv("SWITCHYARD_PROGRAM", "switchyard", 1);
     execvp(python.c_str(), arguments.data());
     throw Mistake(fmt::format("{} cannot be started: {}", python, std::strerror(errno)));
 }

@@ -16,8 +16,6 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "case.hpp"
-
 namespace switchyard::tools {
 namespace {
 
@@ -73,7 +71,7 @@ void report(const nlohmann::json& message) {
     }
 }
 
-std::vector<RankEnd> launch(int ranks, char** argv, int64_t grace_ms,
+std::vector<RankEnd> launch(int ranks, char** argv, const Patience& patience,
                             const std::function<void(int, const nlohmann::json&)>& heard) {
     const std::string port = random_hex(8), token = random_hex(16);
     const pid_t parent = getpid();
@@ -81,11 +79,12 @@ std::vector<RankEnd> launch(int ranks, char** argv, int64_t grace_ms,
     std::vector<RankEnd> ends(children.size());
     for (int r = 0; r < ranks; ++r) {
         int ends_of_pipe[2];
-        if (pipe2(ends_of_pipe, O_CLOEXEC) != 0) throw Mistake(fmt::format("no pipe for rank {}: {}", r, std::strerror(errno)));
+        if (pipe2(ends_of_pipe, O_CLOEXEC) != 0)
+            throw std::runtime_error(fmt::format("no pipe for rank {}: {}", r, std::strerror(errno)));
         const pid_t process = fork();
         if (process == 0) become_rank(r, ranks, port, token, ends_of_pipe[1], argv, parent);
         close(ends_of_pipe[1]);
-        if (process < 0) throw Mistake(fmt::format("no process for rank {}: {}", r, std::strerror(errno)));
+        if (process < 0) throw std::runtime_error(fmt::format("no process for rank {}: {}", r, std::strerror(errno)));
         children[static_cast<size_t>(r)].process = process;
         children[static_cast<size_t>(r)].pipe = ends_of_pipe[0];
     }
@@ -126,8 +125,9 @@ std::vector<RankEnd> launch(int ranks, char** argv, int64_t grace_ms,
             ++ended;
             ends[r].exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : 1;
             if (WIFSIGNALED(status)) ends[r].signal = WTERMSIG(status);
-            if (ends[r].exit_code != 0 && kill_at == Clock::time_point::max())
-                kill_at = Clock::now() + std::chrono::milliseconds(grace_ms);
+            const int64_t wait_ms =
+                ends[r].exit_code != 0 ? patience.after_failure_ms(static_cast<int>(r)) : patience.after_end_ms;
+            kill_at = std::min(kill_at, Clock::now() + std::chrono::milliseconds(std::min(wait_ms, int64_t{1} << 40)));
         }
         if (Clock::now() >= kill_at)
             for (size_t r = 0; r < children.size(); ++r)

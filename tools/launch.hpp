@@ -15,12 +15,17 @@ namespace switchyard::tools {
 struct RankEnd {
     int exit_code = 0;
     int signal = 0;              ///< that killed it, or 0
-    bool stopped_by_us = false;  ///< killed because it outlived the others' failure by `grace_ms`
+    bool stopped_by_us = false;  ///< killed because the launcher lost its patience
+};
+
+/// How long the others may go on when a rank has ended, before they are killed.
+struct Patience {
+    std::function<int64_t(int rank)> after_failure_ms;  ///< that rank failed
+    int64_t after_end_ms = 0;                           ///< it ended well
 };
 
 /// Runs `ranks` copies and returns when all have ended. `heard(rank, message)` is called for every report, in order per rank.
-/// After one rank has failed the others get `grace_ms` to end by themselves, then they are killed.
-std::vector<RankEnd> launch(int ranks, char** argv, int64_t grace_ms,
+std::vector<RankEnd> launch(int ranks, char** argv, const Patience& patience,
                             const std::function<void(int, const nlohmann::json&)>& heard);
 
 /// True in a process that launch() started.

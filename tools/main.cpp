@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -45,7 +46,12 @@ int parse(CLI::App& app, int argc, char** argv) {
     app.failure_message(
         [](const CLI::App* a, const CLI::Error& e) { return fmt::format("{}: {}\n", a->get_name(), e.what()); });
     app.get_formatter()->column_width(48);
-    for (CLI::Option* option : app.get_options()) option->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+    for (CLI::Option* option : app.get_options()) {
+        option->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+        if (option->get_type_size() > 0)
+            option->check([](const std::string& text) { return std::string(text.empty() ? "is empty; give a value" : ""); },
+                          "");
+    }
     try {
         app.parse(argc - 1, argv + 1);
         return -1;
@@ -61,7 +67,12 @@ int main(int argc, char** argv) {
     for (const Command& c : commands) {
         if (name != c.name) continue;
         try {
-            return c.run(argc, argv);
+            const int code = c.run(argc, argv);
+            if (std::fflush(stdout) != 0 || std::ferror(stdout)) {
+                fmt::print(stderr, "switchyard {}: the output could not be written\n", c.name);
+                return std::max(code, 1);
+            }
+            return code;
         } catch (const Mistake& e) {
             fmt::print(stderr, "switchyard {}: {}\n", c.name, e.what());
             return 2;

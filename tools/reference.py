@@ -65,6 +65,9 @@ ALIGNMENTS = (1, 16, 32, 128)
 # another value makes other cases.
 CHUNK = 1 << 18
 
+# What mistakes and help texts call this program: the command line that carries it says its own name.
+PROGRAM = os.environ.get("SWITCHYARD_PROGRAM", "reference.py")
+
 
 class Mistake(Exception):
     """Bad arguments or a bad case; the text says what and how to mend it."""
@@ -755,7 +758,7 @@ def choice(*names, **numbers):
 
 
 def make_parser():
-    parser = OneLineParser(prog="reference.py", allow_abbrev=False, description="Makes and checks Switchyard cases.")
+    parser = OneLineParser(prog=PROGRAM, allow_abbrev=False, description="Makes and checks Switchyard cases.")
     parser.add_argument("command", type=choice("gen", "check"), metavar="gen|check")
     parser.add_argument("directory", metavar="DIR")
 
@@ -818,10 +821,10 @@ def main(arguments):
         print(difference or f"{directory}: golden is what the reference gives")
         return 1 if difference else 0
     except Mistake as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
+        print(f"{PROGRAM}: {mistake}", file=sys.stderr)
     except OSError as error:
         where = error.filename or directory
-        print(f"error: {where}: {error.strerror}; name a directory that can be read and written", file=sys.stderr)
+        print(f"{PROGRAM}: {where}: {error.strerror}; name a directory that can be read and written", file=sys.stderr)
     except MemoryError:
         print("error: not enough memory for a case of this size; take fewer tokens or a smaller topk", file=sys.stderr)
     return 2

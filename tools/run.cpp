@@ -102,7 +102,7 @@ void write_outputs(const Case& c, const std::filesystem::path& folder, int rank,
 // ------------------------------------------------------------------------------------------------------------- one rank
 
 // Plays one rank: all rounds, every result compared; reports times and counts to the parent.
-void play_rank(const Case& c, const RunFlags& run) {
+void play_rank(const Case& c, const RunFlags& run, bool& met) {
     const Group group = Group::from_environment("run");
     const auto rank = static_cast<size_t>(group.rank);
     const bool made_up = c.folder.empty();
@@ -116,6 +116,8 @@ void play_rank(const Case& c, const RunFlags& run) {
     if (made_up) expected = expected_of(c, inputs, experts, group.rank);
 
     Session session = Session::open(c.options, group);
+    met = true;
+    report({{"met", true}});
     const ExpertRange range = experts_of(group.rank, c.ranks, c.options.experts);
     const int64_t tokens = c.tokens[rank];
     const int64_t row_bytes = c.token_bytes();
@@ -193,15 +195,18 @@ void play_rank(const Case& c, const RunFlags& run) {
 }
 
 int rank_main(const RunFlags& run) {
+    bool met = false;
     try {
-        play_rank(read_case(run.folder, run.flags), run);
+        play_rank(read_case(run.folder, run.flags), run, met);
         return 0;
     } catch (const Mistake& e) {
         report({{"error", e.what()}, {"exit", 2}});
         return 2;
     } catch (const Error& e) {
-        report({{"error", e.what()}, {"exit", 1}, {"code", code_name(e.code())}});
-        return 1;
+        // Options that no session can be opened with (simd, say) are the user's mistake.
+        const int exit = !met && e.code() == Code::bad_input ? 2 : 1;
+        report({{"error", e.what()}, {"exit", exit}, {"code", code_name(e.code())}});
+        return exit;
     } catch (const std::exception& e) {
         report({{"error", e.what()}, {"exit", 1}});
         return 1;
@@ -209,6 +214,11 @@ int rank_main(const RunFlags& run) {
 }
 
 // ------------------------------------------------------------------------------------------------------------ the parent
+
+// One line of JSON; bytes that are no UTF-8 (file names) are replaced.
+std::string line_of(const nlohmann::json& json) {
+    return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
 
 double median(std::vector<double> v) {
     if (v.empty()) return 0;
@@ -276,19 +286,25 @@ int parent_main(const RunFlags& run, const Case& c, char** argv) {
             if (known == text) return ranks.push_back(rank);
         errors.push_back({text, {rank}});
     };
-    const std::vector<RankEnd> ends =
-        launch(c.ranks, argv, c.options.timeout_ms + 5000, [&](int rank, const nlohmann::json& m) {
-            if (m.contains("round")) {
-                done[static_cast<size_t>(rank)] = m["round"];
-                if (const int least = *std::min_element(done.begin(), done.end()); least != shown)
-                    show_progress(shown = least, run.rounds);
-            } else if (m.contains("error")) {
-                note_error(m["error"], rank);
-                exit_code = std::max(exit_code, m["exit"].get<int>());
-            } else {
-                results[static_cast<size_t>(rank)] = m;
-            }
-        });
+    // Ranks that cannot meet any more are not waited for; those that have met end by themselves within a deadline.
+    std::vector<bool> met(results.size());
+    const Patience patience{
+        .after_failure_ms = [&](int rank) { return met[static_cast<size_t>(rank)] ? c.options.timeout_ms + 5000 : 0; },
+        .after_end_ms = c.options.timeout_ms + 60'000};
+    const std::vector<RankEnd> ends = launch(c.ranks, argv, patience, [&](int rank, const nlohmann::json& m) {
+        if (m.contains("met")) {
+            met[static_cast<size_t>(rank)] = true;
+        } else if (m.contains("round")) {
+            done[static_cast<size_t>(rank)] = m["round"];
+            if (const int least = *std::min_element(done.begin(), done.end()); least != shown)
+                show_progress(shown = least, run.rounds);
+        } else if (m.contains("error")) {
+            note_error(m["error"], rank);
+            exit_code = std::max(exit_code, m["exit"].get<int>());
+        } else {
+            results[static_cast<size_t>(rank)] = m;
+        }
+    });
     bool failed = false;
     for (int r = 0; r < c.ranks; ++r) {
         const RankEnd& end = ends[static_cast<size_t>(r)];
@@ -297,15 +313,16 @@ int parent_main(const RunFlags& run, const Case& c, char** argv) {
             note_error(fmt::format("process killed by signal {} ({})", end.signal,
                                    sigabbrev_np(end.signal) ? sigabbrev_np(end.signal) : "?"),
                        r);
-        else if (end.stopped_by_us)
-            note_error("did not end after another rank had failed; stopped", r);
+        else if (end.stopped_by_us && met[static_cast<size_t>(r)])
+            note_error("did not end in time after another rank had; stopped", r);
     }
     if (failed) {
         if (isatty(STDERR_FILENO)) fmt::print(stderr, "\n");
         for (auto& [text, ranks] : errors) {
             std::sort(ranks.begin(), ranks.end());
+            std::replace(text.begin(), text.end(), '\n', ' ');  // one line each
             if (run.json)
-                fmt::print("{}\n", nlohmann::json({{"error", text}, {"ranks", ranks}}).dump());
+                fmt::print("{}\n", line_of({{"error", text}, {"ranks", ranks}}));
             else
                 fmt::print(stderr, "switchyard run: rank{} {}: {}\n", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "),
                            text);
@@ -324,6 +341,8 @@ int parent_main(const RunFlags& run, const Case& c, char** argv) {
 
     if (run.json) {
         for (const auto& r : results) fmt::print("{}\n", r.dump());
+        for (const FileVerdict& v : verdicts)
+            if (!v.equal) fmt::print("{}\n", line_of({{"file", v.name}, {"equal", false}, {"difference", v.text}}));
         fmt::print("{}\n", nlohmann::json({{"right", right},
                                            {"ranks", c.ranks},
                                            {"rounds", run.rounds},
@@ -366,7 +385,15 @@ int run_command(int argc, char** argv) {
     if (const int code = parse(app, argc, argv); code >= 0) return code;
     if (run.output.empty() && !run.folder.empty()) run.output = run.folder + "/output";
     if (is_rank()) return rank_main(run);
-    return parent_main(run, read_case(run.folder, run.flags), argv);
+    const Case c = read_case(run.folder, run.flags);
+    if (!c.folder.empty()) check_input_files(c);
+    if (!run.output.empty()) {
+        for (const char* part : {"input", "golden"})
+            if (std::error_code none; std::filesystem::equivalent(run.output, c.folder / part, none))
+                throw Mistake(fmt::format("--output {} is the case's {}; give another folder", run.output, part));
+        for (int r = 0; r < c.ranks; ++r) make_folder(file_of(run.output, r, "x").parent_path());
+    }
+    return parent_main(run, c, argv);
 }
 
 int verify_command(int argc, char** argv) {
@@ -386,7 +413,7 @@ int verify_command(int argc, char** argv) {
     for (const FileVerdict& v : verdicts) {
         equal += v.equal;
         if (json)
-            fmt::print("{}\n", nlohmann::json({{"file", v.name}, {"equal", v.equal}, {"difference", v.text}}).dump());
+            fmt::print("{}\n", line_of({{"file", v.name}, {"equal", v.equal}, {"difference", v.text}}));
         else
             fmt::print("{:48} {}\n", v.name, v.equal ? "equal" : "DIFFERS: " + v.text);
     }

@@ -13,6 +13,9 @@
 
 namespace switchyard {
 
+/// The most ranks of a group: a rank has 12 bits in a flag word, and one number stands for none.
+inline constexpr int ranks_max = 4095;
+
 struct Options {
     // ---- shape: equal on all ranks
     int64_t hidden = 0;      ///< H, width of a token, >= 1
@@ -37,7 +40,8 @@ struct Options {
     Landing landing = Landing::automatic;
     CombinePath combine_path = CombinePath::automatic;
     int64_t depth = 2;     ///< dispatches in flight before the oldest must be combined or dropped, 1..64
-    int64_t rows_max = 0;  ///< rows a rank can receive in one dispatch; 0 = the worst case, tokens_max * topk * ranks
+    int64_t rows_max = 0;  ///< rows a rank can receive in one dispatch, pad rows of
+                           ///< expert_alignment included; 0 = the worst case
 
     // ---- this rank only
     int64_t workers = 1;  ///< threads that move rows, the caller's included, 1..64
@@ -74,7 +78,8 @@ SY_API std::string option_text(const OptionInfo& info, const Options& options);
 /// Sets an option from text (a name or a number). bad_input names the option, the text and what is allowed.
 SY_API Status set_option(Options& options, const OptionInfo& info, std::string_view text);
 
-/// Sets from the environment: SWITCHYARD_<NAME> for every option, e.g. SWITCHYARD_TIMEOUT_MS=5000.
+/// Sets from the environment, for programs that want that (the command line does; Session::open does not by itself):
+/// SWITCHYARD_<NAME> for every option, e.g. SWITCHYARD_TIMEOUT_MS=5000.
 SY_API Status set_options_from_environment(Options& options);
 
 /// Everything about one rank's options that is wrong without asking another rank; `ranks` is the size of the group.

@@ -31,8 +31,10 @@ struct Flight;
 struct SY_API Group {
     int rank = 0;
     int size = 1;
-    std::string name = "default";  ///< equal on all ranks; groups that live at the same time on one host have different names
-    std::string token;             ///< equal on all ranks; a process without it is refused
+    /// Equal on all ranks. Names a meeting place, not a session: sessions of one name may be open at the same time as long as
+    /// all ranks open them in the same order. Groups that open at the same time on one host have different names.
+    std::string name = "default";
+    std::string token;  ///< equal on all ranks; a process without it is refused
 
     /// From RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun sets them, and SWITCHYARD_TOKEN (may be missing). `label`
     /// tells groups of one job apart. Throws bad_input when a variable is missing or not a number, or when
@@ -60,7 +62,8 @@ struct CombineArgs {
     int64_t timeout_ms = 0;               ///< deadline of this call; 0 = the session's
 };
 
-/// The rows this rank received in one dispatch. Views into the window, no copy: valid until combine or destruction.
+/// The rows this rank received in one dispatch. Views into the window, no copy: valid until combine or destruction; every
+/// accessor throws stale after that. Nothing here allocates or waits.
 /// Destroying a batch that was not combined drops it: the other ranks' combine of it fails at once with peer_left.
 class SY_API ExpertBatch {
  public:
@@ -91,7 +94,8 @@ class SY_API ExpertBatch {
     void* y() const;  ///< [N,H] of dtype in the window: write the experts' output here and combine copies nothing.
                       ///< Streaming stores to it must be fenced by the thread that made them.
 
-    /// Row i of 0..N-1, wherever the landing keeps it.
+    /// Row i of 0..N-1, wherever the landing keeps it; valid as long as the batch. Throws bad_input outside 0..N-1, corrupt
+    /// when another process wrote nonsense where the row's home stands (in_place).
     Row row(int64_t i) const;
 
     /// Copies rows first..first+count-1 of a local expert, in wire format, to `tile` [count, payload_bytes] and, when
@@ -141,7 +145,10 @@ class SY_API Session {
     ~Session();  ///< close()
 
     /// Sends each token to the ranks of its experts and returns the rows this rank's experts received.
-    /// Waits for the counts and rows of all ranks. Throws Error; no row has moved anywhere when the input of any rank was bad.
+    /// Waits for the counts and rows of all ranks. No row has moved anywhere when the input of any rank was bad. Throws Error:
+    /// on all ranks bad_input (names rank, token, slot, value, allowed), mismatch (tags), capacity (rows_max); timed_out (who
+    /// is awaited), peer_left (who gave up, and why), peer_lost, peer_closed, corrupt; and on this rank alone, without taking
+    /// an epoch, depth and stale.
     ExpertBatch dispatch(const DispatchArgs& args);
 
     /// Where the next dispatch's tokens may be written, [tokens_max,H] of dtype: with landing in_place and no quantisation a
@@ -150,7 +157,9 @@ class SY_API Session {
     void* x();
 
     /// Sums each token's rows: out[t] = sum over k of weights[t,k] * y(row of t,k), in k order, in f32, rounded once.
-    /// Waits for the experts' output of all ranks. Uses the batch up, whatever happens, unless it is refused as stale.
+    /// Waits for the experts' output of all ranks. Uses the batch up, whatever happens, unless it is refused as stale. Throws
+    /// Error: stale (combined already, of another session), bad_input (the others get it too), timed_out, peer_left (a rank
+    /// dropped its batch or failed), peer_lost, peer_closed, corrupt. `out` is undefined after an error.
     void combine(ExpertBatch& batch, const CombineArgs& args);
     void combine(ExpertBatch&& batch, const CombineArgs& args) { combine(batch, args); }
 
@@ -168,6 +177,7 @@ class SY_API Session {
  private:
     struct Impl;
     explicit Session(std::shared_ptr<Impl> impl);
+    Impl& impl() const;  // stale on a session that was moved away
     std::shared_ptr<Impl> impl_;
 };
 

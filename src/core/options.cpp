@@ -153,7 +153,8 @@ Status check_options(const Options& o, int64_t ranks) {
     for (const OptionInfo& info : table)
         if (Status s = check_value(info, o); !s.ok()) return s;
     const auto name = [&](const char* option) { return option_text(*find_option(option), o); };
-    if (ranks < 1 || ranks > 4095) return {Code::bad_input, fmt::format("the group has {} ranks; allowed: 1..4095.", ranks)};
+    if (ranks < 1 || ranks > ranks_max)
+        return {Code::bad_input, fmt::format("the group has {} ranks; allowed: 1..{}.", ranks, ranks_max)};
     if (o.dtype == TokenType::f32 && (o.dispatch_quant != Format::none || o.combine_quant != Format::none))
         return {Code::bad_input,
                 fmt::format("dtype f32 with dispatch_quant {} and combine_quant {}: f32 tokens travel only unquantised; "

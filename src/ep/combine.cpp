@@ -10,6 +10,10 @@ using layout::Word;
 namespace {
 
 Status check_combine(const Rank& rank, const Flight& flight, const CombineArgs& args) {
+    if (args.timeout_ms < 0)
+        return {Code::bad_input,
+                fmt::format("combine {}: rank {}: timeout_ms is {}; allowed: 0 (the session's) or milliseconds.", flight.epoch,
+                            rank.me(), args.timeout_ms)};
     if (flight.tokens > 0 && !args.out)
         return {Code::bad_input,
                 fmt::format("combine {}: rank {}: out is null with {} tokens.", flight.epoch, rank.me(), flight.tokens)};
@@ -21,7 +25,7 @@ Status check_combine(const Rank& rank, const Flight& flight, const CombineArgs& 
 void CombineStep::start(Rank& rank, Flight& flight, const CombineArgs& args) {
     args_ = args;
     status_ = check_combine(rank, flight, args);
-    ended_ = untold_ = false;
+    offered_ = ended_ = untold_ = false;
     flight.open = false;
     if (status_.ok()) {
         const void* y = args.y ? args.y : rank.own(rank.window.slot(flight.slot) + rank.window.y);
@@ -37,6 +41,7 @@ void CombineStep::start(Rank& rank, Flight& flight, const CombineArgs& args) {
     }
     rank.kernels.fence();  // for the caller's own streaming stores to y
     raise_all(rank, Flag::returned, flight.slot, Word::of(flight.epoch, layout::returned_ok, rank.me()));
+    offered_ = true;
     await_.begin(rank, flight, Flag::returned);
 }
 
@@ -80,6 +85,14 @@ void CombineStep::give_up(Rank& rank, Flight& flight, int64_t waited_ms) {
                fmt::format("combine {} timed out on rank {} after {} ms waiting for {}. Raise timeout_ms if their experts are "
                            "slow; otherwise see what they do: all ranks must make the same calls in the same order.",
                            flight.epoch, rank.me(), waited_ms, await_.awaited())};
+}
+
+void CombineStep::abandon(Rank& rank, Flight& flight) {
+    if (ended_) return;
+    ended_ = true;
+    flight.open = false;
+    if (!offered_)
+        raise_all(rank, Flag::gone, flight.slot, Word::of(flight.epoch, static_cast<uint32_t>(Code::system), rank.me()));
 }
 
 void drop(Rank& rank, Flight& flight) {

@@ -14,6 +14,9 @@ class CombineStep {
     Progress poll(Rank& rank, Flight& flight, bool thorough);
     void give_up(Rank& rank, Flight& flight, int64_t waited_ms);
 
+    /// Ends the epoch without a text, when an exception has broken it off. Does not allocate.
+    void abandon(Rank& rank, Flight& flight);
+
     const Status& status() const { return status_; }
     /// This rank alone failed (its deadline, or a death only it may have seen) after it had offered y: the others may have
     /// finished. They must hear of it in the next dispatch.
@@ -22,6 +25,7 @@ class CombineStep {
  private:
     CombineArgs args_;
     Await await_;
+    bool offered_ = false;  // `returned` was raised
     bool ended_ = false;
     bool untold_ = false;
     Status status_;

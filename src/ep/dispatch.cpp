@@ -2,24 +2,40 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 namespace switchyard::ep {
 
 using layout::Flag;
 using layout::Word;
 
-Status check_dispatch(const Rank& rank, const DispatchArgs& args) {
+Status check_dispatch(const Rank& rank, const Flight& flight, const DispatchArgs& args) {
     const layout::WindowShape& s = rank.window.shape;
     const auto bad = [&](std::string text) { return Status(Code::bad_input, fmt::format("rank {}: {}", rank.me(), text)); };
     if (args.tokens < 0 || args.tokens > s.tokens_max)
         return bad(fmt::format("tokens is {}; allowed: 0..{} (option tokens_max).", args.tokens, s.tokens_max));
-    if (args.row_stride != 0 && args.row_stride < s.hidden)
-        return bad(
-            fmt::format("row_stride is {} elements; allowed: 0 (dense) or at least hidden = {}.", args.row_stride, s.hidden));
+    if (args.timeout_ms < 0)
+        return bad(fmt::format("timeout_ms is {}; allowed: 0 (the session's) or milliseconds.", args.timeout_ms));
+    const int64_t stride_max = (int64_t{1} << 60) / std::max<int64_t>(args.tokens, 1);  // tokens of 4 bytes: it fits 63 bits
+    if (args.row_stride != 0 && (args.row_stride < s.hidden || args.row_stride > stride_max))
+        return bad(fmt::format("row_stride is {} elements; allowed: 0 (dense), or {} (hidden) to {}.", args.row_stride,
+                               s.hidden, stride_max));
     if (args.tokens == 0) return {};
     if (!args.x) return bad(fmt::format("x is null with {} tokens.", args.tokens));
     if (!args.topk_ids) return bad(fmt::format("topk_ids is null with {} tokens.", args.tokens));
     if (s.weights && !args.topk_weights)
         return bad(fmt::format("topk_weights is null with {} tokens; option deliver_weights needs it.", args.tokens));
+    if (s.in_place && s.dispatch == Format::none) {
+        // Workers copy tokens into the x place at the same time; from inside it they would overtake each other.
+        const auto* x = static_cast<const std::byte*>(args.x);
+        const std::byte* place = rank.own(rank.window.slot(flight.slot) + rank.window.x);
+        const std::byte* place_end = place + s.tokens_max * rank.window.row.payload_bytes;
+        const bool dense = args.row_stride == 0 || args.row_stride == s.hidden;
+        const int64_t stride = (dense ? s.hidden : args.row_stride) * layout::token_bytes(s.token);
+        const std::byte* x_end = x + (args.tokens - 1) * stride + rank.window.row.payload_bytes;
+        if (x < place_end && x_end > place && !(x == place && dense))
+            return bad("x lies in Session::x() but is not dense from its start.");
+    }
     const int64_t n = args.tokens * s.topk;
     if (const int64_t i = find_bad_id(args.topk_ids, n, s.experts); i < n)
         return bad(fmt::format("topk_ids[{}][{}] is {}; experts are 0..{}, or -1 for an unused slot.", i / s.topk, i % s.topk,
@@ -36,7 +52,7 @@ void DispatchStep::allocate(const Rank& rank) {
 void DispatchStep::start(Rank& rank, Flight& flight, const DispatchArgs& args, const Status& prior) {
     args_ = args;
     status_ = {};
-    verdict_ = prior.ok() ? check_dispatch(rank, args) : prior;
+    verdict_ = prior.ok() ? check_dispatch(rank, flight, args) : prior;
     // A refused batch has no rows: nothing of it is read any more.
     if (!verdict_.ok()) args_ = {.tag = args.tag};
     flight.tokens = args_.tokens;
@@ -78,7 +94,7 @@ void DispatchStep::after_gate(Rank& rank, Flight& flight) {
 // All counts are there: any refusal or excess ends the epoch on every rank, for the same reason, before a row has moved.
 Progress DispatchStep::after_counts(Rank& rank, Flight& flight) {
     if (await_.refuser() >= 0) return end(rank, flight, refusal(rank, flight), await_.refuser());
-    if (Status s = take_counts(rank, flight); !s.ok()) return end(rank, flight, std::move(s), no_culprit);
+    if (Status s = take_counts(rank, flight, args_.tag); !s.ok()) return end(rank, flight, std::move(s), no_culprit);
     fill_places(rank, flight, args_.topk_ids);
     if (rank.options.landing == Landing::in_place)
         send_in_place(rank, flight, args_);
@@ -99,7 +115,7 @@ Progress DispatchStep::after_counts(Rank& rank, Flight& flight) {
 Progress DispatchStep::after_rows(Rank& rank, Flight& flight) {
     if (rank.options.landing == Landing::padded) {
         if (await_.refuser() >= 0) return end(rank, flight, refusal(rank, flight), await_.refuser());
-        if (Status s = take_counts(rank, flight); !s.ok()) return end(rank, flight, std::move(s), no_culprit);
+        if (Status s = take_counts(rank, flight, args_.tag); !s.ok()) return end(rank, flight, std::move(s), no_culprit);
         fill_places(rank, flight, args_.topk_ids);
         fill_results(rank, flight);
         close_gaps(rank, flight);
@@ -112,6 +128,9 @@ Progress DispatchStep::after_rows(Rank& rank, Flight& flight) {
 
 Status DispatchStep::refusal(Rank& rank, const Flight& flight) const {
     const std::string reason = reason_text(rank, flight.slot, await_.refuser(), flight.epoch);
+    if (await_.refusal() > static_cast<uint32_t>(Code::corrupt))
+        return {Code::corrupt, fmt::format("dispatch {}: rank {} refuses it with the unknown code {}.", flight.epoch,
+                                           await_.refuser(), await_.refusal())};
     return {static_cast<Code>(await_.refusal()), fmt::format("dispatch {} refused: {}", flight.epoch, reason)};
 }
 
@@ -120,6 +139,13 @@ Progress DispatchStep::end(Rank& rank, Flight& flight, Status why, int culprit) 
     status_ = std::move(why);
     leave(rank, flight, status_, culprit);
     return Progress::failed;
+}
+
+void DispatchStep::abandon(Rank& rank, Flight& flight) {
+    if (phase_ == Phase::ended) return;
+    phase_ = Phase::ended;
+    flight.open = false;
+    raise_all(rank, Flag::gone, flight.slot, Word::of(flight.epoch, static_cast<uint32_t>(Code::system), rank.me()));
 }
 
 void DispatchStep::give_up(Rank& rank, Flight& flight, int64_t waited_ms) {
@@ -131,7 +157,8 @@ void DispatchStep::give_up(Rank& rank, Flight& flight, int64_t waited_ms) {
                      fmt::format("dispatch {} timed out on rank {} after {} ms waiting for {}.{} Raise timeout_ms if that rank "
                                  "is slow; otherwise see what it does: all ranks must make the same calls in the same order.",
                                  flight.epoch, rank.me(), waited_ms, await_.awaited(), owed));
-    send_reason(rank, flight, why);
+    // Before the gate a rank may still read what I wrote for an earlier epoch; the code in the flag must do.
+    if (phase_ != Phase::gate) send_reason(rank, flight, why);
     end(rank, flight, why, rank.me());
 }
 

@@ -27,6 +27,9 @@ class DispatchStep {
     /// The caller's deadline has passed: leaves the epoch. `waited_ms` goes into the text.
     void give_up(Rank& rank, Flight& flight, int64_t waited_ms);
 
+    /// Leaves the epoch without a text, when an exception has broken it off. Does not allocate.
+    void abandon(Rank& rank, Flight& flight);
+
     Phase phase() const { return phase_; }
     const Status& status() const { return status_; }
 
@@ -46,6 +49,6 @@ class DispatchStep {
 };
 
 /// What is wrong with this rank's input, naming token, slot, value found and allowed.
-Status check_dispatch(const Rank& rank, const DispatchArgs& args);
+Status check_dispatch(const Rank& rank, const Flight& flight, const DispatchArgs& args);
 
 }  // namespace switchyard::ep

@@ -148,17 +148,35 @@ Rank::Rank(Transport& link_in, const layout::Window& window_in, const quant::Ker
       options(options_in),
       placement(Placement::contiguous(link_in.size(), options_in.experts)),
       process(getpid()) {
-    for (int r = 0; r < link.size(); ++r) base.push_back(link.reach(r));
-    const auto row = static_cast<size_t>(std::max(window.cell.stride, window.home_slot.stride));
+    base.resize(static_cast<size_t>(link.size()));
+    const auto row = static_cast<size_t>(std::max(window.cell.stride, window.home_row.stride));
     scratch.assign(static_cast<size_t>(workers.count()), std::vector<std::byte>(row));
-    gather.assign(static_cast<size_t>(workers.count()), std::vector<const void*>(static_cast<size_t>(2 * options.topk)));
+    row_pointers.assign(static_cast<size_t>(workers.count()), std::vector<const void*>(static_cast<size_t>(2 * options.topk)));
+}
+
+Status Rank::connect() {
+    bool all_reachable = true;
+    for (int r = 0; r < ranks(); ++r) {
+        base[static_cast<size_t>(r)] = link.reach(r);
+        all_reachable = all_reachable && link.reach(r);
+    }
+    if (options.combine_path == CombinePath::automatic)
+        options.combine_path = all_reachable ? CombinePath::read : CombinePath::push;
+    const auto refuse = [](const char* what, const char* instead) {
+        return Status(Code::bad_input, fmt::format("option {}, but the windows of other ranks cannot be loaded over this "
+                                                   "transport; use {} or auto.",
+                                                   what, instead));
+    };
+    if (options.combine_path == CombinePath::read && !all_reachable) return refuse("combine_path is read", "push");
+    if (options.landing == Landing::in_place && !all_reachable) return refuse("landing is in_place", "packed");
+    return {};
 }
 
 bool Rank::here() const {
     return getpid() == process;
 }
 
-void Flight::allocate(const Rank& of) {
+void Flight::allocate(Rank& of) {
     rank = &of;
     const layout::WindowShape& s = of.window.shape;
     const auto ranks = static_cast<size_t>(s.ranks);
@@ -199,12 +217,25 @@ void send_counts(Rank& rank, Flight& flight, const DispatchArgs& args) {
     }
 }
 
-Status take_counts(Rank& rank, Flight& flight) {
+static Status tags_differ(const Flight& flight, uint64_t first_tag, int rank, uint64_t tag) {
+    return {Code::mismatch,
+            fmt::format("dispatch {}: rank 0 calls it with tag {}, rank {} with tag {}. The ranks are not in the "
+                        "same layer or step; make the same calls on all of them.",
+                        flight.epoch, first_tag, rank, tag)};
+}
+
+Status take_counts(Rank& rank, Flight& flight, uint64_t tag) {
     const layout::Window& w = rank.window;
     const layout::WindowShape& s = w.shape;
     const auto experts = static_cast<size_t>(s.experts);
-    layout::CountHead first{};
+    uint64_t first_tag = 0;  // of rank 0: all ranks compare with it, and tell the same
     for (int q = 0; q < rank.ranks(); ++q) {
+        if (q == rank.me()) {
+            flight.source_tokens[static_cast<size_t>(q)] = flight.tokens;
+            if (q == 0) first_tag = tag;
+            if (tag == first_tag) continue;
+            return tags_differ(flight, first_tag, q, tag);
+        }
         layout::CountHead head;
         std::memcpy(&head, rank.own(w.count_row(flight.slot, q)), sizeof head);
         int32_t* counts = flight.counts.data() + static_cast<size_t>(q) * experts;
@@ -223,11 +254,8 @@ Status take_counts(Rank& rank, Flight& flight) {
                                 "0..{} tokens of at most {} rows each. That process does not follow the window format.",
                                 flight.epoch, q, head.epoch, head.tokens, sum, negative ? ", some negative" : "", flight.epoch,
                                 s.tokens_max, s.topk)};
-        if (q == 0) first = head;
-        if (head.tag != first.tag)
-            return {Code::mismatch, fmt::format("dispatch {}: rank 0 calls it with tag {}, rank {} with tag {}. The ranks are "
-                                                "not in the same layer or step; make the same calls on all of them.",
-                                                flight.epoch, first.tag, q, head.tag)};
+        if (q == 0) first_tag = head.tag;
+        if (head.tag != first_tag) return tags_differ(flight, first_tag, q, head.tag);
         flight.source_tokens[static_cast<size_t>(q)] = head.tokens;
     }
     place_experts(rank.placement, flight.counts, rank.options.expert_alignment, flight.expert_first, flight.rows_of);
@@ -356,26 +384,44 @@ void send_in_place(Rank& rank, Flight& flight, const DispatchArgs& args) {
     note_sent(rank, flight, info_bytes(w), tokens_written * (row_bytes(w) - info_bytes(w)));
 }
 
+// A row's source info, as it lies in this rank's window: another rank wrote it.
+struct Source {
+    int32_t rank, token, k;
+    bool pad() const { return rank == -1; }
+};
+static Source source_of(const Flight& flight, int64_t row) {
+    Source s;
+    std::memcpy(&s, flight.rank->own(flight.rank->window.slot(flight.slot) + flight.rank->window.source_info) + row * 12, 12);
+    return s;
+}
+// Whether it names a slot of a token that was dispatched. Checked before anything is addressed by it.
+static bool is_dispatched(const Flight& flight, const Source& s) {
+    return s.rank >= 0 && s.rank < flight.rank->ranks() && s.token >= 0 &&
+           s.token < flight.source_tokens[static_cast<size_t>(s.rank)] && s.k >= 0 && s.k < flight.rank->window.shape.topk;
+}
+static Status bad_source(const Flight& flight, int64_t row, const Source& s) {
+    return {Code::corrupt,
+            fmt::format("epoch {}: source info of row {} is ({}, {}, {}), outside the tokens dispatched. A process of "
+                        "this group does not follow the window format.",
+                        flight.epoch, row, s.rank, s.token, s.k)};
+}
+
 Status find_row(const Flight& flight, int64_t row, ExpertBatch::Row* found) {
     const Rank& rank = *flight.rank;
     const layout::Window& w = rank.window;
     const uint64_t slot = w.slot(flight.slot);
     const auto at = static_cast<uint64_t>(row);
-    int32_t info[3];
-    std::memcpy(info, rank.own(slot + w.source_info + at * 12), 12);
     const auto payload_bytes = static_cast<uint64_t>(w.row.payload_bytes);
     const auto scale_bytes = static_cast<uint64_t>(w.row.scale_bytes());
-    if (info[0] == -1) {  // a pad row: zeroes in this rank's own expand_x
+    const Source source = source_of(flight, row);
+    if (source.pad()) {  // zeroes in this rank's own expand_x
         *found = {rank.own(slot + w.expand_x + at * payload_bytes), rank.own(slot + w.scales + at * scale_bytes)};
-    } else if (info[0] < 0 || info[0] >= rank.ranks() || info[1] < 0 ||
-               info[1] >= flight.source_tokens[static_cast<size_t>(info[0])]) {
-        return {Code::corrupt, fmt::format("epoch {}: source info of row {} is ({}, {}, {}), outside the tokens dispatched. A "
-                                           "process of this group does not follow the window format.",
-                                           flight.epoch, row, info[0], info[1], info[2])};
-    } else {
-        const std::byte* home = rank.base[static_cast<size_t>(info[0])] + slot;
-        const auto token = static_cast<uint64_t>(info[1]);
+    } else if (is_dispatched(flight, source)) {
+        const std::byte* home = rank.base[static_cast<size_t>(source.rank)] + slot;
+        const auto token = static_cast<uint64_t>(source.token);
         *found = {home + w.x + token * payload_bytes, home + w.x_scales + token * scale_bytes};
+    } else {
+        return bad_source(flight, row, source);
     }
     if (!scale_bytes) found->scales = nullptr;
     return {};
@@ -430,7 +476,6 @@ void write_pad_rows(Rank& rank, const Flight& flight) {
         zero(w.scales, w.row.scale_bytes(), 0);
         zero(w.source_info, 12, 0xFF);
         if (w.shape.weights) zero(w.weights, 4, 0);
-        zero(w.y, w.shape.hidden * layout::token_bytes(w.shape.token), 0);
     }
 }
 
@@ -453,7 +498,6 @@ Status push_home(Rank& rank, Flight& flight, const void* y) {
     const layout::Window& w = rank.window;
     const RowFormat wire = rank.options.combine_format();
     const int64_t bytes = w.shape.hidden * layout::token_bytes(w.shape.token);
-    const std::byte* info_at = rank.own(w.slot(flight.slot) + w.source_info);
     const auto* rows = static_cast<const std::byte*>(y);
     auto* move = flight.rows * w.wire.payload_bytes >= stream_bytes_min ? rank.kernels.stream : rank.kernels.copy;
     std::atomic<int64_t> bad_row{-1};
@@ -462,27 +506,25 @@ Status push_home(Rank& rank, Flight& flight, const void* y) {
         [&](int64_t worker, int64_t first, int64_t last) {
             std::byte* scratch = rank.scratch[static_cast<size_t>(worker)].data();
             for (int64_t i = first; i < last; ++i) {
-                int32_t info[3];
-                std::memcpy(info, info_at + i * 12, 12);
-                if (info[0] == -1) continue;  // a pad row
-                if (info[0] < 0 || info[0] >= rank.ranks() || info[1] < 0 ||
-                    info[1] >= flight.source_tokens[static_cast<size_t>(info[0])] || info[2] < 0 || info[2] >= w.shape.topk) {
+                const Source source = source_of(flight, i);
+                if (source.pad()) continue;
+                if (!is_dispatched(flight, source)) {
                     bad_row.store(i, std::memory_order_relaxed);  // read after the workers have been joined
                     return;
                 }
                 const std::byte* payload = rows + i * bytes;
                 if (wire.format != Format::none) {
-                    rank.kernels.encode(wire, w.shape.token, payload, w.shape.hidden, scratch, scratch + w.home_slot.scales_at);
+                    rank.kernels.encode(wire, w.shape.token, payload, w.shape.hidden, scratch, scratch + w.home_row.scales_at);
                     payload = scratch;
                 }
-                const uint64_t home = w.home_at(flight.slot, info[1], info[2]);
+                const uint64_t home = w.home_at(flight.slot, source.token, source.k);
                 const auto home_bytes = wire.format == Format::none
                                             ? static_cast<size_t>(w.wire.payload_bytes)
-                                            : static_cast<size_t>(w.home_slot.scales_at + w.wire.scale_bytes());
-                if (std::byte* window = rank.base[static_cast<size_t>(info[0])]) {
+                                            : static_cast<size_t>(w.home_row.scales_at + w.wire.scale_bytes());
+                if (std::byte* window = rank.base[static_cast<size_t>(source.rank)]) {
                     move(window + home, payload, home_bytes);
                 } else {
-                    const Place place{info[0], home};
+                    const Place place{source.rank, home};
                     rank.link.put({&place, 1}, payload, home_bytes);
                 }
             }
@@ -490,14 +532,8 @@ Status push_home(Rank& rank, Flight& flight, const void* y) {
         [&](int64_t) { rank.kernels.fence(); });
     const int64_t pushed = flight.ep_recv_count.empty() ? 0 : flight.ep_recv_count.back();  // without pad rows
     rank.stats.bytes_home += static_cast<uint64_t>(pushed * (w.wire.payload_bytes + w.wire.scale_bytes()));
-    if (const int64_t row = bad_row.load(std::memory_order_relaxed); row >= 0) {
-        int32_t info[3];
-        std::memcpy(info, info_at + row * 12, 12);
-        return {Code::corrupt,
-                fmt::format("combine {}: source info of row {} is ({}, {}, {}), outside the tokens dispatched. A "
-                            "process of this group does not follow the window format.",
-                            flight.epoch, row, info[0], info[1], info[2])};
-    }
+    if (const int64_t row = bad_row.load(std::memory_order_relaxed); row >= 0)
+        return bad_source(flight, row, source_of(flight, row));
     return {};
 }
 
@@ -512,13 +548,13 @@ void sum_rows(Rank& rank, Flight& flight, const CombineArgs& args, bool encoded,
     rank.workers.split(
         flight.tokens, grain_of(rank, flight.tokens),
         [&](int64_t worker, int64_t first, int64_t last) {
-            const void** rows = rank.gather[static_cast<size_t>(worker)].data();
+            const void** rows = rank.row_pointers[static_cast<size_t>(worker)].data();
             const void** scales = rows + topk;
             for (int64_t t = first; t < last; ++t) {
                 for (int64_t k = 0; k < topk; ++k) {
                     const RowPlace place = flight.places[static_cast<size_t>(t * topk + k)];
                     rows[k] = place.rank < 0 ? nullptr : where(place, t, k);
-                    scales[k] = rows[k] && encoded ? static_cast<const std::byte*>(rows[k]) + w.home_slot.scales_at : nullptr;
+                    scales[k] = rows[k] && encoded ? static_cast<const std::byte*>(rows[k]) + w.home_row.scales_at : nullptr;
                 }
                 const quant::CombineInput input{
                     .token = w.shape.token,

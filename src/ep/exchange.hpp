@@ -28,17 +28,21 @@ struct Rank {
     const layout::Window window;
     const quant::Kernels& kernels;
     Workers& workers;
-    const Options options;
+    Options options;  ///< what is used: no `automatic` left once connected
     const Placement placement;
     const int process;  ///< that opened the session; a forked child has no windows
     SessionStats stats;
 
-    std::vector<std::byte*> base;                  ///< [R] windows that can be loaded and stored; null = by put
-    std::vector<std::vector<std::byte>> scratch;   ///< [workers] one encoded row each
-    std::vector<std::vector<const void*>> gather;  ///< [workers][2K] pointers to the rows and scales of one token
+    std::vector<std::byte*> base;                        ///< [R] windows that can be loaded and stored; null = by put
+    std::vector<std::vector<std::byte>> scratch;         ///< [workers] one encoded row each
+    std::vector<std::vector<const void*>> row_pointers;  ///< [workers][2K] to the rows and scales of one token
 
+    /// Allocates everything; the link need not be attached yet.
     Rank(Transport& link, const layout::Window& window, const quant::Kernels& kernels, Workers& workers,
          const Options& options);
+    /// Takes the windows of the attached link, and chooses the path of combine. bad_input when an option asks for windows
+    /// that can be loaded and some cannot.
+    Status connect();
 
     bool here() const;  ///< in that process
     int me() const { return link.rank(); }
@@ -48,7 +52,7 @@ struct Rank {
 };
 
 struct Flight {
-    const Rank* rank = nullptr;
+    Rank* rank = nullptr;
     uint64_t epoch = 0;
     uint64_t slot = 0;
     bool materialised = false;  ///< in_place: expand_x and scales were copied out
@@ -69,7 +73,7 @@ struct Flight {
     std::vector<int64_t> expert_offsets;     ///< [L+1]
     std::vector<int32_t> ep_recv_count;      ///< [L*R]
 
-    void allocate(const Rank& of);
+    void allocate(Rank& of);
     int32_t count(int source, int64_t expert) const {
         return counts[static_cast<size_t>(source) * static_cast<size_t>(rank->window.shape.experts) +
                       static_cast<size_t>(expert)];
@@ -81,11 +85,12 @@ struct Flight {
 /// Writes this rank's count row of the flight into every peer's slot. Ids are good; `ids` null stands for no rows.
 void send_counts(Rank& rank, Flight& flight, const DispatchArgs& args);
 
-/// Copies the R count rows out of the slot and checks each number: they come from other processes. corrupt names the rank.
-/// Then fills expert_first and rows_of. Different tags are a mismatch, too many rows for a window capacity.
-Status take_counts(Rank& rank, Flight& flight);
+/// Copies the other ranks' count rows out of the slot and checks each number: they come from other processes. My own is not
+/// read back: my rows are placed by it, and must fit whatever others write here. corrupt names the rank. Then fills
+/// expert_first and rows_of. Tags that differ from mine are a mismatch, too many rows for a window capacity.
+Status take_counts(Rank& rank, Flight& flight, uint64_t tag);
 
-/// Fills places from counts, and the results: what this rank receives.
+/// Fills places from counts; fills the results: what this rank receives.
 void fill_places(Rank& rank, Flight& flight, const int32_t* ids);
 void fill_results(Rank& rank, Flight& flight);
 

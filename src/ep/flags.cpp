@@ -7,6 +7,9 @@
 #include <cstring>
 
 namespace switchyard::ep {
+
+static_assert(static_cast<uint32_t>(Code::corrupt) < 16, "a code has 4 bits in a flag word");
+
 namespace {
 
 using layout::Flag;
@@ -59,11 +62,10 @@ Word see(const Rank& rank, Flag flag, uint64_t slot, int writer) {
 void send_reason(Rank& rank, const Flight& flight, const Status& why) {
     layout::Reason reason{};
     reason.epoch = flight.epoch;
-    reason.code = static_cast<uint32_t>(why.code());
-    reason.text_bytes = static_cast<uint32_t>(std::min(why.text().size(), sizeof reason.text));
+    reason.text_bytes = std::min(why.text().size(), sizeof reason.text);
     std::memcpy(reason.text, why.text().data(), reason.text_bytes);
     for (int p = 0; p < rank.ranks(); ++p) {
-        const Place place{p, rank.window.reason(flight.slot, rank.me())};
+        const Place place{p, rank.window.reason(flight.epoch, rank.me())};
         rank.link.put({&place, 1}, &reason, sizeof reason);
     }
 }
@@ -91,9 +93,9 @@ std::string reason_text(const Rank& rank, uint64_t slot, int writer, uint64_t ep
     };
     if (!published(Flag::gone) && !published(Flag::counted) && !published(Flag::arrived)) return {};
     layout::Reason reason;
-    std::memcpy(&reason, rank.own(rank.window.reason(slot, writer)), sizeof reason);
+    std::memcpy(&reason, rank.own(rank.window.reason(epoch, writer)), sizeof reason);
     if (reason.epoch != epoch) return {};
-    std::string text(reason.text, std::min<size_t>(reason.text_bytes, sizeof reason.text));
+    std::string text(reason.text, std::min<uint64_t>(reason.text_bytes, sizeof reason.text));
     for (char& c : text)
         if (static_cast<unsigned char>(c) < 0x20 && c != '\n') c = '?';
     return text;
@@ -104,7 +106,8 @@ void Await::begin(const Rank& rank, const Flight& flight, Flag flag, const uint8
     gate_ = false;
     epoch_ = own_ = flight.epoch;
     slot_ = flight.slot;
-    refuser_ = culprit_ = -1;
+    refuser_ = -1;
+    culprit_ = no_culprit;
     refusal_ = 0;
     looks_ = 0;
     failure_ = {};
@@ -123,19 +126,25 @@ void Await::begin_gate(const Rank& rank, const Flight& flight) {
     epoch_ = flight.epoch - depth;
 }
 
-bool Await::there(const Rank& rank, int peer) {
-    const Word word = see(rank, flag_, slot_, peer);
-    if (word.epoch() == epoch_) {
+bool Await::is_there(const Rank& rank, int peer) const {
+    if (see(rank, flag_, slot_, peer).epoch() == epoch_) return true;
+    return gate_ && see(rank, Flag::gone, slot_, peer).epoch() >= epoch_;
+}
+
+bool Await::take_flags(const Rank& rank) {
+    std::erase_if(waiting_, [&](int peer) {
+        if (!is_there(rank, peer)) return false;
+        const Word word = see(rank, flag_, slot_, peer);
         if (!gate_ && word.code() != 0 && (refuser_ < 0 || peer < refuser_)) refuser_ = peer, refusal_ = word.code();
         return true;
-    }
-    return gate_ && see(rank, Flag::gone, slot_, peer).epoch() >= epoch_;
+    });
+    return waiting_.empty();
 }
 
 bool Await::fail(Code code, int culprit, std::string text) {
     culprit_ = culprit;
     failure_ = Status(code, std::move(text));
-    return false;
+    return true;
 }
 
 // Left: `gone` of this epoch (or a later one in this slot) and then no `returned` of it, read in this order; in the other
@@ -145,67 +154,64 @@ bool Await::somebody_left(const Rank& rank) {
         const Word gone = see(rank, Flag::gone, slot_, peer);
         if (gone.epoch() < own_ || see(rank, Flag::returned, slot_, peer).epoch() == own_) continue;
         // Once a refusal is known, only those count that will never raise the awaited flag: the reason to tell is the refusal.
-        if (refuser_ >= 0 && there(rank, peer)) continue;
+        if (refuser_ >= 0 && is_there(rank, peer)) continue;
         // In dispatch this rank will reach the same verdict, in better words, as soon as it sees the counts.
         if (flag_ != Flag::returned && is_common_verdict(gone.code())) continue;
         const int culprit = gone.rank();
         const Code code = seen_from_outside(gone.code());
-        if (code == Code::peer_lost || code == Code::peer_closed) {
-            fail(code, culprit,
-                 fmt::format("rank {} {}, as rank {} has seen in epoch {}. Open a new session with the ranks that are left.",
-                             culprit, code == Code::peer_lost ? "has died (its process ended)" : "closed its session", peer,
-                             own_));
-            return true;
-        }
+        if (code == Code::peer_lost || code == Code::peer_closed)
+            return fail(
+                code, culprit,
+                fmt::format("rank {} {}, as rank {} has seen in epoch {}. Open a new session with the ranks that are left.",
+                            culprit, code == Code::peer_lost ? "has died (its process ended)" : "closed its session", peer,
+                            own_));
         std::string reason = gone.epoch() == own_ ? reason_text(rank, slot_, culprit, own_) : "";
         if (reason.empty() && culprit != no_culprit && culprit != peer) reason = fmt::format("because of rank {}.", culprit);
-        fail(code, culprit,
-             fmt::format("rank {} gave up epoch {} ({}){}{}", peer, own_, code_name(static_cast<Code>(gone.code())),
-                         reason.empty() ? "." : ": ", reason));
-        return true;
+        return fail(code, culprit,
+                    fmt::format("rank {} gave up epoch {} ({}){}{}", peer, own_, code_name(static_cast<Code>(gone.code())),
+                                reason.empty() ? "." : ": ", reason));
+    }
+    return false;
+}
+
+// The end of a rank: closed, or dead. In dispatch nobody can have finished the epoch without this rank, so the end of any rank
+// ends it, unless a refusal or a common verdict is on its way, after which everybody may do as he likes. At the gate and in
+// combine only the awaited ranks matter: a fast one may have finished and closed.
+bool Await::somebody_ended(const Rank& rank) {
+    const bool any_end_counts = !gate_ && flag_ != Flag::returned && refuser_ < 0;
+    for (int peer = 0; peer < rank.ranks(); ++peer) {
+        const bool awaited_still = std::find(waiting_.begin(), waiting_.end(), peer) != waiting_.end();
+        if (!awaited_still && !any_end_counts) continue;
+        const Word gone = see(rank, Flag::gone, slot_, peer);
+        const bool is_lost = rank.link.lost(peer);
+        const bool is_closed = has_closed(rank, peer);  // after `lost`: a rank that closed and then exited has closed
+        // Looked at last: the flag may have come while we looked.
+        const bool verdict_on_its_way = gone.epoch() == own_ && is_common_verdict(gone.code());
+        if (is_there(rank, peer) && (!any_end_counts || verdict_on_its_way)) continue;
+        if (see(rank, flag_, slot_, peer).epoch() > own_)
+            return fail(Code::corrupt, peer,
+                        fmt::format("epoch {}: rank {} shows epoch {}. That process does not follow the protocol.", own_, peer,
+                                    see(rank, flag_, slot_, peer).epoch()));
+        if (is_lost || is_closed)
+            return fail(is_closed ? Code::peer_closed : Code::peer_lost, peer,
+                        fmt::format("rank {} {} while epoch {} waited for {}. Open a new session with the ranks that are left.",
+                                    peer, is_closed ? "closed its session" : "has died (its process ended)", own_, awaited()));
     }
     return false;
 }
 
 Progress Await::poll(Rank& rank, bool thorough) {
     rank.link.poll();
-    std::erase_if(waiting_, [&](int peer) { return there(rank, peer); });
-    const bool done = waiting_.empty();
-    if (!done && !thorough && ++looks_ % 64 != 0) return Progress::pending;
+    const bool all_there = take_flags(rank);
+    if (!all_there && !thorough && ++looks_ % 64 != 0) return Progress::pending;
     if (!gate_ && somebody_left(rank)) {
-        // It may have raised the awaited flags just before it left, with the refusal that is the reason.
-        std::erase_if(waiting_, [&](int peer) { return there(rank, peer); });
-        if (!waiting_.empty() || refuser_ < 0) return Progress::failed;
+        // It may have raised the awaited flag just before it left; a refusal is then the reason to tell.
+        if (!take_flags(rank) || refuser_ < 0) return Progress::failed;
         failure_ = {};
         return Progress::done;
     }
-    if (done) return Progress::done;
-
-    // In dispatch nobody can have finished the epoch without this rank: the end of any rank ends it, unless a refusal is on
-    // its way, after which everybody may do as he likes. In combine a fast rank may have finished and closed.
-    const bool anybody = !gate_ && flag_ != Flag::returned && refuser_ < 0;
-    for (int peer = 0; peer < rank.ranks(); ++peer) {
-        const Word gone = see(rank, Flag::gone, slot_, peer);
-        const bool is_lost = rank.link.lost(peer);
-        const bool is_closed = has_closed(rank, peer);
-        // Looked at last: it may have come while we looked.
-        if (there(rank, peer) && (!anybody || (gone.epoch() == own_ && is_common_verdict(gone.code())))) continue;
-        if (std::find(waiting_.begin(), waiting_.end(), peer) == waiting_.end() && !anybody) continue;  // not awaited at all
-        const Word word = see(rank, flag_, slot_, peer);
-        if (word.epoch() > own_) {
-            fail(Code::corrupt, peer,
-                 fmt::format("epoch {}: rank {} shows epoch {}. That process does not follow the protocol.", own_, peer,
-                             word.epoch()));
-            return Progress::failed;
-        }
-        if (is_lost || is_closed) {
-            fail(is_lost ? Code::peer_lost : Code::peer_closed, peer,
-                 fmt::format("rank {} {} while epoch {} waited for {}. Open a new session with the ranks that are left.", peer,
-                             is_lost ? "has died (its process ended)" : "closed its session", own_, awaited()));
-            return Progress::failed;
-        }
-    }
-    return Progress::pending;
+    if (all_there) return Progress::done;
+    return somebody_ended(rank) ? Progress::failed : Progress::pending;
 }
 
 std::string Await::awaited() const {

@@ -23,7 +23,7 @@ layout::Word see(const Rank& rank, layout::Flag flag, uint64_t slot, int writer)
 void send_reason(Rank& rank, const Flight& flight, const Status& why);
 
 /// Leaves an epoch with an error: raises `gone` with its code and whose fault it is (no_culprit: nobody's or unknown).
-inline constexpr int no_culprit = 0xFFF;
+inline constexpr int no_culprit = ranks_max;
 void leave(Rank& rank, Flight& flight, const Status& why, int culprit);
 
 /// Says that this rank's session is closed; whether another's is.
@@ -58,8 +58,10 @@ class Await {
     int first_awaited() const { return waiting_.empty() ? -1 : waiting_.front(); }
 
  private:
-    bool there(const Rank& rank, int peer);
-    bool somebody_left(const Rank& rank);
+    bool is_there(const Rank& rank, int peer) const;
+    bool take_flags(const Rank& rank);     // takes the ranks off whose flag is there; true when none is left
+    bool somebody_left(const Rank& rank);  // these two fill failure_ and culprit_
+    bool somebody_ended(const Rank& rank);
     bool fail(Code code, int culprit, std::string text);
 
     layout::Flag flag_{};
@@ -71,7 +73,7 @@ class Await {
     int looks_ = 0;
     int refuser_ = -1;
     uint32_t refusal_ = 0;
-    int culprit_ = -1;
+    int culprit_ = no_culprit;
     Status failure_;
 };
 

@@ -39,11 +39,10 @@ SY_HD constexpr uint64_t flag_offset(Flag flag) {
 inline constexpr uint32_t returned_ok = 0;
 inline constexpr uint32_t returned_dropped = 1;
 
-/// Why `writer` refused or left an epoch; written before the flag that points to it.
+/// Why `writer` refused or left an epoch; written before the flag that carries the code.
 struct Reason {
     uint64_t epoch;
-    uint32_t code;
-    uint32_t text_bytes;
+    uint64_t text_bytes;
     char text[496];
 };
 static_assert(sizeof(Reason) == 512);

@@ -1,6 +1,6 @@
 // The window of a rank: where everything lies, byte by byte (docs/window_format.md).
 //
-//   header | bell | member lines [R] | flag lines [D][R] | reasons [D][R] | slot 0 | slot 1 | ...
+//   header | bell | member lines [R] | flag lines [D][R] | reasons [2][D][R] | slot 0 | slot 1 | ...
 //   slot:    count rows [R] | expand_x [rows] | scales [rows] | source info [rows] | weights [rows] | y [rows]
 //            | home rows [tokens_max * K] | landing cells [L][R][tokens_max * K] | x rows [tokens_max], x scales [tokens_max]
 //
@@ -58,7 +58,7 @@ struct CellRow {
     int64_t info_at;
     int64_t stride;
 };
-SY_HD constexpr CellRow cell_row(const RowLayout& row) {
+SY_HD constexpr CellRow cell_row_of(const RowLayout& row) {
     const int64_t scales_at = 16 * ceil_div(row.payload_bytes, 16);
     const int64_t info_at = 16 * ceil_div(scales_at + row.scale_bytes(), 16);
     const auto line = static_cast<int64_t>(line_bytes);
@@ -70,7 +70,7 @@ struct HomeRow {
     int64_t scales_at;
     int64_t stride;
 };
-SY_HD constexpr HomeRow home_row(const RowLayout& row) {
+SY_HD constexpr HomeRow home_row_of(const RowLayout& row) {
     const int64_t scales_at = 16 * ceil_div(row.payload_bytes, 16);
     const auto line = static_cast<int64_t>(line_bytes);
     return {scales_at, line * ceil_div(scales_at + row.scale_bytes(), line)};
@@ -82,7 +82,7 @@ struct Window {
     RowLayout row;   ///< dispatch
     RowLayout wire;  ///< combine
     CellRow cell;
-    HomeRow home_slot;
+    HomeRow home_row;
     int64_t cell_rows;  ///< rows of one (expert, source) cell: every row a source can send
 
     uint64_t bell, members, flags, reasons, slots;
@@ -93,8 +93,13 @@ struct Window {
     SY_HD constexpr uint64_t flag_line(uint64_t slot, int64_t writer) const {
         return flags + (slot * static_cast<uint64_t>(shape.ranks) + static_cast<uint64_t>(writer)) * sizeof(FlagLine);
     }
-    SY_HD constexpr uint64_t reason(uint64_t slot, int64_t writer) const {
-        return reasons + (slot * static_cast<uint64_t>(shape.ranks) + static_cast<uint64_t>(writer)) * sizeof(Reason);
+    /// Reason of `writer` for an epoch. Two per slot, used in turn: the gate of e+D may pass while a rank that combines still
+    /// reads the reason of e, the gate of e+2D may not.
+    SY_HD constexpr uint64_t reason(uint64_t epoch, int64_t writer) const {
+        const auto depth = static_cast<uint64_t>(shape.depth);
+        const uint64_t turn = epoch / depth & 1;
+        return reasons + ((turn * depth + epoch % depth) * static_cast<uint64_t>(shape.ranks) + static_cast<uint64_t>(writer)) *
+                             sizeof(Reason);
     }
     SY_HD constexpr uint64_t member(int64_t writer) const {
         return members + static_cast<uint64_t>(writer) * sizeof(MemberLine);
@@ -110,7 +115,7 @@ struct Window {
     }
     /// Home row of slot `k` of `token`.
     SY_HD constexpr uint64_t home_at(uint64_t slot_index, int64_t token, int64_t k) const {
-        return slot(slot_index) + home + static_cast<uint64_t>((token * shape.topk + k) * home_slot.stride);
+        return slot(slot_index) + home + static_cast<uint64_t>((token * shape.topk + k) * home_row.stride);
     }
 };
 
@@ -120,8 +125,8 @@ SY_HD constexpr Window window_of(const WindowShape& s) {
     w.shape = s;
     w.row = row_layout(s.dispatch, s.token, s.hidden);
     w.wire = row_layout(s.combine, s.token, s.hidden);
-    w.cell = cell_row(w.row);
-    w.home_slot = home_row(w.wire);
+    w.cell = cell_row_of(w.row);
+    w.home_row = home_row_of(w.wire);
     w.cell_rows = s.tokens_max * s.topk;
 
     const auto ranks = static_cast<uint64_t>(s.ranks);
@@ -137,7 +142,7 @@ SY_HD constexpr Window window_of(const WindowShape& s) {
     w.source_info = slot.take(rows, 12, page_bytes);
     w.weights = slot.take(s.weights ? rows : 0, 4, page_bytes);
     w.y = slot.take(rows, static_cast<uint64_t>(s.hidden * token_bytes(s.token)), page_bytes);
-    w.home = slot.take(s.push ? static_cast<uint64_t>(w.cell_rows) : 0, static_cast<uint64_t>(w.home_slot.stride), page_bytes);
+    w.home = slot.take(s.push ? static_cast<uint64_t>(w.cell_rows) : 0, static_cast<uint64_t>(w.home_row.stride), page_bytes);
     // Cells of one expert first as a count of their own: the product of all four factors may not fit 64 bits.
     Region cells;
     cells.take(static_cast<uint64_t>(s.padded ? w.cell_rows : 0), static_cast<uint64_t>(w.cell.stride), 1);
@@ -153,10 +158,36 @@ SY_HD constexpr Window window_of(const WindowShape& s) {
     w.bell = window.take(1, sizeof(Bell), line_bytes);
     w.members = window.take(ranks, sizeof(MemberLine), line_bytes);
     w.flags = window.take(depth * ranks, sizeof(FlagLine), line_bytes);
-    w.reasons = window.take(depth * ranks, sizeof(Reason), line_bytes);
+    w.reasons = window.take(2 * depth * ranks, sizeof(Reason), line_bytes);
     w.slots = window.take(depth, w.slot_bytes, page_bytes);
     w.bytes = window.bytes();
     return w;
+}
+
+/// First page of the window of `rank`.
+constexpr WindowHeader header_of(const Window& w, int rank, int64_t process) {
+    const WindowShape& s = w.shape;
+    return {.magic = window_magic,
+            .version = window_version,
+            .header_bytes = sizeof(WindowHeader),
+            .window_bytes = w.bytes,
+            .process = process,
+            .rank = rank,
+            .token = static_cast<int32_t>(s.token),
+            .dispatch = static_cast<int32_t>(s.dispatch),
+            .combine = static_cast<int32_t>(s.combine),
+            .weights = s.weights,
+            .padded = s.padded,
+            .push = s.push,
+            .in_place = s.in_place,
+            .ranks = s.ranks,
+            .depth = s.depth,
+            .experts = s.experts,
+            .experts_per_rank = s.experts_per_rank,
+            .hidden = s.hidden,
+            .topk = s.topk,
+            .tokens_max = s.tokens_max,
+            .rows_max = s.rows_max};
 }
 
 }  // namespace switchyard::layout

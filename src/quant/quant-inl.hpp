@@ -879,7 +879,16 @@ void decode_row(const Chunk& chunk, const uint8_t* payload, const uint8_t* scale
 
 /// Formats and tokens encode and decode below; the rest is the scalar set's.
 inline bool is_vectorised(const RowFormat& format, TokenType token) {
-    return format.format != Format::none && token != TokenType::f32;
+    if (token == TokenType::f32) return false;
+    switch (format.format) {
+        case Format::int8_token:
+        case Format::mxfp8_e5m2:
+        case Format::mxfp8_e4m3:
+        case Format::fp8_e4m3_block128:
+        case Format::int8_block8:
+        case Format::int8_block128: return true;
+        default: return false;  // none, and every format that has only its definition so far
+    }
 }
 
 template <class Token>

@@ -293,7 +293,12 @@ void combine(const CombineInput& input, int64_t hidden, void* out) {
     combine_in_mode(input, hidden, out);
 }
 
-void fence() {}  // this set's stream is an ordinary memcpy: nothing to order
+// This set's stream is an ordinary memcpy, but the caller of a kernel may have streamed by himself.
+void fence() {
+#if defined(__x86_64__)
+    __builtin_ia32_sfence();
+#endif
+}
 
 }  // namespace
 

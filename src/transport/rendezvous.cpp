@@ -696,6 +696,11 @@ class Host {
                                    h.rank, door, message_.name)});
             return;
         }
+        if (complete()) {
+            // Of the next group of this name: its rank has left attach sooner than this one. It knocks again.
+            hang_up(s.socket);
+            return;
+        }
         if (h.size != group_.size) {
             return wrong(s, {Code::mismatch, fmt::format("attach failed: {} was started with {} ranks, {} with {}.\n"
                                                          "  Start all ranks with one size.",
@@ -732,9 +737,9 @@ class Host {
         welcome(s, g);
     }
 
-    // An error of one of us. A complete group is not harmed by a process too many.
+    // An error of one of us: all are to hear it.
     void wrong(Stranger& s, const Status& status) {
-        if (!complete()) trouble_ = status;
+        trouble_ = status;
         answer(s, status);
     }
 
