@@ -38,8 +38,8 @@ void print_help() {
 int bench_command(int, char** argv) {
     const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "switchyard-bench";
     execv(program.c_str(), argv + 1);
-    throw Mistake(fmt::format("{} cannot be started: {}; it is built with -DSWITCHYARD_BENCH=ON", program.string(),
-                              std::strerror(errno)));
+    throw Mistake(
+        fmt::format("{} cannot be started: {}; build the target switchyard_bench", program.string(), std::strerror(errno)));
 }
 
 int parse(CLI::App& app, int argc, char** argv) {
