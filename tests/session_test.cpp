@@ -899,6 +899,29 @@ TEST_P(EveryWay, FastRankMayCloseWhileTheOthersFinishTheSameRound) {
     }
 }
 
+// The same, drawn out: rank 0 offers its rows, gives its combine up, and closes, while rank 1 waits for rank 2 alone. Rank 0's
+// rows are there, so what ranks 1 and 2 wait for still comes; only the next dispatch needs rank 0.
+TEST_P(EveryWay, ClosedRankDoesNotSpoilACombineThatHasItsRows) {
+    open(3, 1);
+    Signal closed;
+    on_ranks(3, [&](int r) {
+        ExpertBatch batch = dispatched(r);
+        if (r == 0) {
+            EXPECT_TRUE(is_error(combine_outcome(r, batch, short_ms), Code::timed_out));
+            at(r).close();
+            closed.raise();
+            return;
+        }
+        if (r == 2) {
+            closed.wait();
+            sleep_ms(30);  // rank 1 has seen it by now
+        }
+        const Outcome end = combine_outcome(r, batch);
+        EXPECT_EQ(end.code, Code::ok) << "on rank " << r << ": " << end.text;
+        EXPECT_TRUE(is_error(dispatch_outcome(r, args(r)), Code::peer_closed, {"rank 0"})) << "on rank " << r;
+    });
+}
+
 TEST_P(EveryWay, SessionsAndBatchesDieInAnyOrder) {
     for (int order = 0; order < 6; ++order) {
         Options o = options();

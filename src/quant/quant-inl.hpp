@@ -767,6 +767,11 @@ HWY_INLINE void add_slots(const CombineInput& input, size_t first, size_t count,
         if constexpr (kScales != 0) {
             scales = static_cast<const uint8_t*>(input.scales[k]) + first / Row::block * Row::scale_bytes;
         }
+        // K rows are more streams than the processor follows by itself.
+        if constexpr (full) {
+            constexpr size_t ahead = 2048;
+            for (size_t line = 0; line < kColumns * Row::element_bytes; line += 64) hwy::Prefetch(elements + ahead + line);
+        }
         if constexpr (!full) {
             std::memset(padded, 0, sizeof padded);
             std::memcpy(padded, elements, count * Row::element_bytes);
@@ -832,6 +837,12 @@ SY_NOINLINE void encode_chunks(const Chunk& chunk, const uint8_t* x, size_t coun
         const size_t batch = std::min(kBatch, count - done);
         for (size_t i = 0; i < batch; ++i) {
             const size_t n = done + i;
+            // The processor's own prefetch loses the row at every batch; both batches ahead, so that one is always on its way.
+            // Behind the end of the row it reads nothing: a prefetch never faults.
+            for (size_t line = 0; line < 2 * Chunk::columns; line += 64) {
+                hwy::Prefetch(x + 2 * Chunk::columns * (n + kBatch) + line);
+                hwy::Prefetch(x + 2 * Chunk::columns * (n + 2 * kBatch) + line);
+            }
             chunk.prepare(x + 2 * Chunk::columns * n, scales + Chunk::scale_bytes * n, prepared[i]);
         }
         for (size_t i = 0; i < batch; ++i) {
