@@ -386,6 +386,7 @@ std::vector<Session> Session::open_local(std::span<const Options> options) {
     for (const std::exception_ptr& error : errors)
         if (error) std::rethrow_exception(error);
     std::vector<Session> sessions;
+    sessions.reserve(impls.size());
     for (std::shared_ptr<Impl>& impl : impls) sessions.push_back(Session(std::move(impl)));
     return sessions;
 }
