@@ -582,6 +582,45 @@ TEST(RanksOpen, RankThatDiesWhileTheOthersStillComeIsReported) {
     }
 }
 
+// A name is a meeting place: what a process has opened before, or tried to, does not keep it from meeting the others there.
+TEST(RanksOpen, RanksMeetAgainAfterOneHasFailedAlone) {
+    const Options o = options_of(2);
+    const Problem p = problem_of(o, 2);
+    Processes all(2, [&](const Part& part) {
+        if (part.rank() == 0) {
+            Options hurried = o;
+            hurried.timeout_ms = 50;
+            part.expect(outcome_of([&] { Session::open(hurried, group_of(0, 2)); }).code == Code::timed_out, "nobody came");
+            part.say("failed");
+        } else {
+            part.wait();
+        }
+        Session session = Session::open(o, group_of(part.rank(), 2));
+        part.expect_nothing(difference_of_round(session, p));
+    });
+    all.await(0, "failed");
+    all.go(1);
+    all.end_of(0);
+    all.end_of(1);
+}
+
+TEST(RanksOpen, SurvivorsOfADeathMeetUnderTheSameNameWithNewRanks) {
+    const Options o = options_of(3);
+    const Problem p = problem_of(o, 3), p2 = problem_of(options_of(2), 2);
+    Processes all(3, [&](const Part& part) {
+        {
+            Session session = Session::open(o, group_of(part.rank(), 3));
+            part.expect_nothing(difference_of_round(session, p));
+            if (part.rank() == 1) part.die_here();
+            part.expect_error(Code::peer_lost, 1, [&] { session.dispatch(dispatch_args(p, part.rank())); });
+        }
+        Session session = Session::open(options_of(2), group_of(part.rank() == 0 ? 0 : 1, 2));
+        part.expect_nothing(difference_of_round(session, p2));
+    });
+    all.end_of(0);
+    all.end_of(2);
+}
+
 TEST(RanksOpen, WrongTokenIsRefusedAndDoesNotJoin) {
     Processes all(2, [&](const Part& part) {
         Options o = options_of(2);
