@@ -965,6 +965,18 @@ TEST_P(EveryWay, MovedSessionGoesOnAndItsBatchesWithIt) {
     round_works();
 }
 
+TEST(SessionOpen, SessionThatWasMovedAwayRefusesEveryCall) {
+    Options o;
+    o.hidden = o.topk = o.experts = o.tokens_max = 1;
+    std::vector<Session> sessions = Session::open_local(o, 1);
+    Session here = std::move(sessions[0]);
+    EXPECT_TRUE(is_error(outcome_of([&] { sessions[0].dispatch({}); }), Code::stale));
+    ExpertBatch batch = here.dispatch({});
+    EXPECT_TRUE(is_error(outcome_of([&] { sessions[0].combine(batch, {}); }), Code::stale));
+    EXPECT_TRUE(is_error(outcome_of([&] { static_cast<void>(sessions[0].rank()); }), Code::stale));
+    here.combine(batch, {});
+}
+
 // -------------------------------------------------------------------------------------------------------------- deadlines
 
 // Who calls too late is waited for until the deadline; the text says who, in which epoch, on which rank.

@@ -1,0 +1,267 @@
+// The steps of dispatch and combine without a session: over links whose windows cannot be loaded, and in windows that another
+// process has written nonsense into. One thread plays all ranks, so that a test can stand between two steps.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <deque>
+#include <limits>
+#include <random>
+#include <thread>
+
+#include "ep/combine.hpp"
+#include "ep/dispatch.hpp"
+#include "switchyard/reference.hpp"
+
+namespace switchyard {
+namespace {
+
+constexpr int ranks = 3;
+
+struct Player {
+    std::unique_ptr<Transport> link;
+    std::unique_ptr<ep::Workers> workers = std::make_unique<ep::Workers>(1);
+    std::unique_ptr<ep::Rank> rank;
+    ep::Flight flight;
+    ep::DispatchStep dispatch;
+    ep::CombineStep combine;
+
+    std::vector<uint16_t> x;
+    std::vector<int32_t> ids;
+    std::vector<float> weights;
+    int64_t tokens = 0;
+
+    DispatchArgs args() const { return {.x = x.data(), .tokens = tokens, .topk_ids = ids.data()}; }
+    void start(uint64_t epoch) {
+        flight.epoch = epoch;
+        flight.slot = epoch % static_cast<uint64_t>(rank->window.shape.depth);
+        dispatch.start(*rank, flight, args(), {});
+    }
+};
+
+Options options_with(Landing landing, Format dispatch_quant, Format combine_quant) {
+    Options o;
+    o.hidden = 37;
+    o.topk = 3;
+    o.experts = 7;
+    o.tokens_max = 6;
+    o.rows_max = 60;
+    o.depth = 1;
+    o.landing = landing;
+    o.dispatch_quant = dispatch_quant;
+    o.combine_quant = combine_quant;
+    return o;
+}
+
+std::vector<Player> players_over(const Options& o, bool reachable) {
+    const layout::Window window = layout::window_of({.ranks = ranks,
+                                                     .depth = o.depth,
+                                                     .experts = o.experts,
+                                                     .experts_per_rank = experts_of(0, ranks, o.experts).count(),
+                                                     .hidden = o.hidden,
+                                                     .topk = o.topk,
+                                                     .tokens_max = o.tokens_max,
+                                                     .rows_max = o.rows_max,
+                                                     .token = o.dtype,
+                                                     .dispatch = o.dispatch_quant,
+                                                     .combine = o.combine_quant,
+                                                     .weights = o.deliver_weights,
+                                                     .padded = o.landing == Landing::padded,
+                                                     .push = true,
+                                                     .in_place = o.landing == Landing::in_place});
+    std::vector<std::unique_ptr<Transport>> links = make_local_transports(ranks, reachable);
+    std::vector<std::thread> threads;
+    for (auto& link : links)
+        threads.emplace_back([&link, &window] {
+            std::vector<std::vector<std::byte>> cards;
+            const Status s = link->attach({.card = {}, .window_bytes = window.bytes, .bell_offset = window.bell},
+                                          Deadline::after_ms(60'000), &cards);
+            if (!s.ok()) ADD_FAILURE() << s.text();
+        });
+    for (std::thread& t : threads) t.join();
+
+    std::mt19937 random(7);
+    std::vector<Player> players(ranks);
+    for (int r = 0; r < ranks; ++r) {
+        Player& p = players[static_cast<size_t>(r)];
+        p.link = std::move(links[static_cast<size_t>(r)]);
+        p.rank = std::make_unique<ep::Rank>(*p.link, window, quant::scalar_kernels(), *p.workers, o);
+        p.flight.allocate(*p.rank);
+        p.dispatch.allocate(*p.rank);
+        p.combine.allocate(*p.rank);
+        p.tokens = r == 1 ? 6 : 4;
+        p.x.resize(static_cast<size_t>(p.tokens * o.hidden));
+        p.ids.resize(static_cast<size_t>(p.tokens * o.topk));
+        p.weights.resize(p.ids.size());
+        for (uint16_t& v : p.x) v = static_cast<uint16_t>(0x3000 + random() % 0x1000);  // f16 from 0.125 to 2
+        for (int32_t& id : p.ids) id = static_cast<int32_t>(random() % 8) - 1;
+        for (float& w : p.weights) w = static_cast<float>(random() % 16) / 16;
+    }
+    return players;
+}
+
+std::vector<reference::RankInput> inputs_of(const std::vector<Player>& players) {
+    std::vector<reference::RankInput> inputs;
+    for (const Player& p : players) inputs.push_back({p.x.data(), p.tokens, p.ids.data(), p.weights.data()});
+    return inputs;
+}
+
+/// Polls both kinds of step until they end; a step that never does is a failure, not a hang.
+template <class Poll>
+ep::Progress finish(Poll poll) {
+    for (int looks = 0; looks < 100'000; ++looks)
+        if (const ep::Progress p = poll(); p != ep::Progress::pending) return p;
+    return ep::Progress::pending;
+}
+void dispatch_all(std::vector<Player>& players, std::vector<ep::Progress>& ends) {
+    ends.assign(players.size(), ep::Progress::pending);
+    for (int looks = 0; looks < 1000; ++looks)
+        for (size_t r = 0; r < players.size(); ++r)
+            if (ends[r] == ep::Progress::pending) ends[r] = players[r].dispatch.poll(*players[r].rank, players[r].flight, true);
+}
+
+/// Expert output of a row: its tokens' bits turned by one, so that it depends on the row alone.
+std::vector<uint16_t> y_of(const Player& source, int64_t token, int64_t k, int64_t hidden) {
+    std::vector<uint16_t> y(static_cast<size_t>(hidden));
+    for (int64_t h = 0; h < hidden; ++h)
+        y[static_cast<size_t>(h)] =
+            static_cast<uint16_t>(0x3000 + (source.x[static_cast<size_t>(token * hidden + h)] + 31 * k) % 0x1000);
+    return y;
+}
+
+class Unreachable : public testing::TestWithParam<Landing> {};
+
+TEST_P(Unreachable, RanksGetTheSameBytesByPut) {
+    for (const auto& [out, home] :
+         {std::pair{Format::none, Format::none}, std::pair{Format::mxfp8_e5m2, Format::int8_block8}}) {
+        const Options o = options_with(GetParam(), out, home);
+        std::vector<Player> players = players_over(o, false);
+        const std::vector<reference::RankInput> inputs = inputs_of(players);
+        for (Player& p : players) {
+            ASSERT_TRUE(p.rank->connect().ok());
+            EXPECT_EQ(p.rank->options.combine_path, CombinePath::push);
+        }
+        for (uint64_t epoch = 1; epoch <= 3; ++epoch) {
+            for (Player& p : players) p.start(epoch);
+            std::vector<ep::Progress> ends;
+            dispatch_all(players, ends);
+            std::vector<std::vector<std::byte>> outs(ranks);
+            for (int r = 0; r < ranks; ++r) {
+                Player& p = players[static_cast<size_t>(r)];
+                ASSERT_EQ(ends[static_cast<size_t>(r)], ep::Progress::done) << p.dispatch.status().text();
+                const reference::Received want = reference::dispatch(o, inputs, r);
+                const layout::Window& w = p.rank->window;
+                const std::byte* slot = p.rank->own(w.slot(p.flight.slot));
+                ASSERT_EQ(p.flight.rows, want.rows);
+                EXPECT_EQ(std::memcmp(slot + w.expand_x, want.expand_x.data(), want.expand_x.size()), 0);
+                EXPECT_EQ(std::memcmp(slot + w.scales, want.dynamic_scales.data(), want.dynamic_scales.size()), 0);
+                EXPECT_EQ(std::memcmp(slot + w.source_info, want.assist_info_for_combine.data(),
+                                      4 * want.assist_info_for_combine.size()),
+                          0);
+                for (int64_t i = 0; i < want.rows; ++i) {
+                    const int32_t* info = want.assist_info_for_combine.data() + 3 * i;
+                    const auto y = y_of(players[static_cast<size_t>(info[0])], info[1], info[2], o.hidden);
+                    std::memcpy(p.rank->own(w.slot(p.flight.slot) + w.y) + i * 2 * o.hidden, y.data(), 2 * y.size());
+                }
+                outs[static_cast<size_t>(r)].resize(static_cast<size_t>(p.tokens * 2 * o.hidden));
+            }
+            for (int r = 0; r < ranks; ++r) {
+                Player& p = players[static_cast<size_t>(r)];
+                p.combine.start(*p.rank, p.flight,
+                                {.topk_weights = p.weights.data(), .out = outs[static_cast<size_t>(r)].data()});
+            }
+            for (int r = 0; r < ranks; ++r) {
+                Player& p = players[static_cast<size_t>(r)];
+                ASSERT_EQ(finish([&] { return p.combine.poll(*p.rank, p.flight, true); }), ep::Progress::done)
+                    << p.combine.status().text();
+                std::deque<std::vector<uint16_t>> rows;  // the reference keeps pointers to the rows of a token
+                const auto want =
+                    reference::combine(o, inputs[static_cast<size_t>(r)], r, [&](int source, int64_t t, int64_t k, int32_t) {
+                        rows.push_back(y_of(players[static_cast<size_t>(source)], t, k, o.hidden));
+                        return static_cast<const void*>(rows.back().data());
+                    });
+                EXPECT_EQ(outs[static_cast<size_t>(r)], want);
+            }
+        }
+    }
+}
+INSTANTIATE_TEST_SUITE_P(Landings, Unreachable, testing::Values(Landing::packed, Landing::padded));
+
+TEST(Unreachable, WindowsAreRefusedByWhatMustLoadThem) {
+    for (const bool in_place : {false, true}) {
+        Options o = options_with(in_place ? Landing::in_place : Landing::packed, Format::none, Format::none);
+        if (!in_place) o.combine_path = CombinePath::read;
+        for (Player& p : players_over(o, false)) {
+            const Status s = p.rank->connect();
+            EXPECT_EQ(s.code(), Code::bad_input);
+            EXPECT_NE(s.text().find(in_place ? "in_place" : "read"), std::string::npos) << s.text();
+        }
+    }
+}
+
+// Rank 0 and rank 2 have counted; somebody writes into rank 0's window before it looks.
+class Tampered : public testing::TestWithParam<Landing> {
+ protected:
+    std::vector<Player> players_after_counting() {
+        std::vector<Player> players = players_over(options_with(GetParam(), Format::none, Format::none), true);
+        for (Player& p : players) EXPECT_TRUE(p.rank->connect().ok());
+        for (Player& p : players) p.start(1);
+        // Each passes its gate and counts; the last one finds all counts there and goes on, which does not matter here.
+        for (size_t r : {size_t{0}, size_t{2}, size_t{1}}) players[r].dispatch.poll(*players[r].rank, players[r].flight, true);
+        return players;
+    }
+};
+
+TEST_P(Tampered, CountsOfAnotherRankAreRefusedAsCorrupt) {
+    for (const int32_t nonsense : {-1, std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max(), 19}) {
+        std::vector<Player> players = players_after_counting();
+        Player& p = players[0];
+        std::memcpy(p.rank->own(p.rank->window.count_row(p.flight.slot, 2)) + sizeof(layout::CountHead), &nonsense, 4);
+        EXPECT_EQ(finish([&] { return p.dispatch.poll(*p.rank, p.flight, true); }), ep::Progress::failed);
+        EXPECT_EQ(p.dispatch.status().code(), Code::corrupt) << p.dispatch.status().text();
+        EXPECT_NE(p.dispatch.status().text().find("rank 2"), std::string::npos) << p.dispatch.status().text();
+    }
+}
+
+TEST_P(Tampered, OwnCountsInTheWindowAreNeverReadBack) {
+    std::vector<Player> players = players_after_counting();
+    Player& p = players[0];
+    const std::vector<int32_t> zeros(static_cast<size_t>(p.rank->window.shape.experts));
+    std::memcpy(p.rank->own(p.rank->window.count_row(p.flight.slot, 0)) + sizeof(layout::CountHead), zeros.data(),
+                4 * zeros.size());
+    std::vector<ep::Progress> ends;
+    dispatch_all(players, ends);
+    ASSERT_EQ(ends[0], ep::Progress::done) << p.dispatch.status().text();
+    EXPECT_EQ(p.flight.rows, reference::dispatch(p.rank->options, inputs_of(players), 0).rows);
+}
+INSTANTIATE_TEST_SUITE_P(Landings, Tampered, testing::Values(Landing::packed, Landing::padded, Landing::in_place));
+
+TEST(Tampered, SourceInfoThatPointsNowhereIsCorruptAndWritesNothing) {
+    for (const Landing landing : {Landing::packed, Landing::in_place})
+        for (const auto& [field, value] : {std::pair{0, 3}, std::pair{0, -2}, std::pair{1, 6}, std::pair{1, -1},
+                                           std::pair{0, std::numeric_limits<int32_t>::max()}}) {
+            Options o = options_with(landing, Format::none, Format::none);
+            o.combine_path = CombinePath::push;
+            std::vector<Player> players = players_over(o, true);
+            for (Player& p : players) ASSERT_TRUE(p.rank->connect().ok());
+            for (Player& p : players) p.start(1);
+            std::vector<ep::Progress> ends;
+            dispatch_all(players, ends);
+            Player& p = players[0];
+            ASSERT_EQ(ends[0], ep::Progress::done);
+            ASSERT_GT(p.flight.rows, 0);
+            const layout::Window& w = p.rank->window;
+            std::memcpy(p.rank->own(w.slot(p.flight.slot) + w.source_info) + 4 * field, &value, 4);
+            if (landing == Landing::in_place) {
+                ExpertBatch::Row row;
+                EXPECT_EQ(ep::find_row(p.flight, 0, &row).code(), Code::corrupt);
+                EXPECT_EQ(ep::materialise(*p.rank, p.flight).code(), Code::corrupt);
+            }
+            std::vector<std::byte> out(static_cast<size_t>(p.tokens * 2 * o.hidden));
+            p.combine.start(*p.rank, p.flight, {.out = out.data()});
+            EXPECT_EQ(finish([&] { return p.combine.poll(*p.rank, p.flight, true); }), ep::Progress::failed);
+            EXPECT_EQ(p.combine.status().code(), Code::corrupt);
+        }
+}
+
+}  // namespace
+}  // namespace switchyard
