@@ -141,10 +141,12 @@ void play_rank(const Case& c, const RunFlags& run, bool& met) {
         got.ep_recv_count = copy_of(batch.ep_recv_count());
         got.expert_offsets = copy_of(batch.expert_offsets());
         // Poison what was received: a later round that delivered nothing would otherwise look right.
-        std::memset(const_cast<void*>(batch.expand_x()), 0xCD, got.expand_x.size());
-        if (!got.dynamic_scales.empty())
-            std::memset(const_cast<void*>(batch.dynamic_scales()), 0xCD, got.dynamic_scales.size());
-        std::memset(got.x.data(), 0xCD, got.x.size());
+        const auto poison = [](const void* at, size_t bytes) {
+            if (bytes > 0) std::memset(const_cast<void*>(at), 0xCD, bytes);
+        };
+        poison(batch.expand_x(), got.expand_x.size());
+        poison(batch.dynamic_scales(), got.dynamic_scales.size());
+        poison(got.x.data(), got.x.size());
 
         // The experts' output, written where combine reads it.
         auto* y = static_cast<std::byte*>(batch.y());
