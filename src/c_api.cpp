@@ -427,6 +427,7 @@ int32_t sy_open_local_each(const sy_options* const* options, int32_t ranks, sy_s
         start_local(ranks, sessions, "sy_open_local_each: sessions");
         need(options, "sy_open_local_each: options");
         std::vector<Options> each;
+        each.reserve(static_cast<size_t>(ranks));
         for (int32_t r = 0; r < ranks; ++r)
             each.push_back(from_c(options[r], fmt::format("sy_open_local_each: options[{}]", r).c_str()));
         open_local(each, sessions);

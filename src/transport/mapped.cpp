@@ -131,7 +131,7 @@ void MappedTransport::ring() {
         const int count = std::min(64, size() - first);
         uint64_t taken = 0;
         for (int i = 0; i < count; ++i) {
-            std::atomic<uint8_t>& mark = raised_[static_cast<size_t>(first + i)];
+            std::atomic<uint8_t>& mark = raised_[static_cast<size_t>(first) + static_cast<size_t>(i)];
             // Pairs with the release store of the mark in raise(). When two threads have marked the same peer, the one that
             // takes the mark wakes for both: both flags were visible before their marks, and the exchange comes after both.
             if (mark.load(std::memory_order_relaxed) != 0 && mark.exchange(0, std::memory_order_acquire) != 0) {
