@@ -899,8 +899,22 @@ TEST_P(EveryWay, FastRankMayCloseWhileTheOthersFinishTheSameRound) {
     }
 }
 
-// The same, drawn out: rank 0 offers its rows, gives its combine up, and closes, while rank 1 waits for rank 2 alone. Rank 0's
-// rows are there, so what ranks 1 and 2 wait for still comes; only the next dispatch needs rank 0.
+TEST_P(EveryWay, RankMayCloseRightAfterARefusalWithoutHidingItFromTheOthers) {
+    for (int64_t again = 0; again < scaled(60); ++again) {
+        open(5);
+        on_ranks(5, [&](int r) {
+            DispatchArgs a = args(r);
+            if (r == again % 5) a.tokens = -1;
+            EXPECT_TRUE(is_error(dispatch_outcome(r, a), Code::bad_input, {"rank " + std::to_string(again % 5)}))
+                << "on rank " << r;
+            at(r).close();
+        });
+    }
+}
+
+// A fast rank that closes after its combine, drawn out: rank 0 offers its rows, gives its combine up, and closes, while rank 1
+// waits for rank 2 alone. Rank 0's rows are there, so what ranks 1 and 2 wait for still comes; only the next dispatch needs
+// rank 0.
 TEST_P(EveryWay, ClosedRankDoesNotSpoilACombineThatHasItsRows) {
     open(3, 1);
     Signal closed;

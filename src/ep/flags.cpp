@@ -182,10 +182,11 @@ bool Await::somebody_ended(const Rank& rank) {
     for (int peer = 0; peer < rank.ranks(); ++peer) {
         const bool awaited_still = std::find(waiting_.begin(), waiting_.end(), peer) != waiting_.end();
         if (!awaited_still && !any_end_counts) continue;
-        const Word gone = see(rank, Flag::gone, slot_, peer);
+        // In the order opposite to that in which a rank raises them: flags, `gone`, `closed`, its process's end. So what it
+        // said before it ended is seen with its end.
         const bool is_lost = rank.link.lost(peer);
-        const bool is_closed = has_closed(rank, peer);  // after `lost`: a rank that closed and then exited has closed
-        // Looked at last: the flag may have come while we looked.
+        const bool is_closed = has_closed(rank, peer);
+        const Word gone = see(rank, Flag::gone, slot_, peer);
         const bool verdict_on_its_way = gone.epoch() == own_ && is_common_verdict(gone.code());
         if (is_there(rank, peer) && (!any_end_counts || verdict_on_its_way)) continue;
         if (see(rank, flag_, slot_, peer).epoch() > own_)
@@ -204,14 +205,21 @@ Progress Await::poll(Rank& rank, bool thorough) {
     rank.link.poll();
     const bool all_there = take_flags(rank);
     if (!all_there && !thorough && ++looks_ % 64 != 0) return Progress::pending;
-    if (!gate_ && somebody_left(rank)) {
-        // It may have raised the awaited flag just before it left; a refusal is then the reason to tell.
-        if (!take_flags(rank) || refuser_ < 0) return Progress::failed;
-        failure_ = {};
-        return Progress::done;
-    }
+    if (!gate_ && somebody_left(rank)) return failed_unless_refused(rank);
     if (all_there) return Progress::done;
-    return somebody_ended(rank) ? Progress::failed : Progress::pending;
+    if (!somebody_ended(rank)) return Progress::pending;
+    // Why that rank left, or that it refused, tells more than its end; it may have come since the looks above.
+    if (!gate_ && somebody_left(rank)) return failed_unless_refused(rank);
+    const int refuser_before = refuser_;
+    take_flags(rank);
+    return refuser_ == refuser_before ? Progress::failed : Progress::pending;
+}
+
+// A rank has left. It may have raised the awaited flag just before; a refusal is then the reason to tell.
+Progress Await::failed_unless_refused(const Rank& rank) {
+    if (!take_flags(rank) || refuser_ < 0) return Progress::failed;
+    failure_ = {};
+    return Progress::done;
 }
 
 std::string Await::awaited() const {

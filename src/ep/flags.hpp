@@ -62,6 +62,7 @@ class Await {
     bool take_flags(const Rank& rank);     // takes the ranks off whose flag is there; true when none is left
     bool somebody_left(const Rank& rank);  // these two fill failure_ and culprit_
     bool somebody_ended(const Rank& rank);
+    Progress failed_unless_refused(const Rank& rank);
     bool fail(Code code, int culprit, std::string text);
 
     layout::Flag flag_{};
