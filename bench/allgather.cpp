@@ -6,31 +6,25 @@
 #include <cstring>
 
 #include "contestant.hpp"
-#include "home_rows.hpp"
 #include "shared_window.hpp"
+#include "wire_rows.hpp"
 
 namespace switchyard::bench {
 namespace {
-
-constexpr int64_t up(int64_t bytes, int64_t to = 64) {
-    return (bytes + to - 1) / to * to;
-}
 
 class AllGather final : public Contestant {
  public:
     explicit AllGather(const Task& task)
         : Contestant(task),
           home_(task),
-          scales_in_row_(up(task.row().payload_bytes, 16)),
-          row_(task.row().scale_bytes() ? up(scales_in_row_ + task.row().scale_bytes()) : task.row().payload_bytes),
+          sent_(task),
           flags_home_at_(SharedWindow::first_free + 64 * task.ranks()),
           ids_at_(flags_home_at_ + 64 * task.ranks()),
           ids_stride_(up(4 * task.options().tokens_max * task.options().topk)),
           rows_at_(up(ids_at_ + task.ranks() * ids_stride_, 4096)),
-          home_at_(up(rows_at_ + task.ranks() * task.options().tokens_max * row_, 4096)),
+          home_at_(up(rows_at_ + task.ranks() * task.options().tokens_max * sent_.row_bytes(), 4096)),
           window_(task.group, "allgather", home_at_ + task.options().tokens_max * task.options().topk * home_.row_bytes(),
                   task.oversubscribed()),
-          scratch_(static_cast<size_t>(row_)),
           first_(static_cast<size_t>(task.experts(task.rank()).count() * task.ranks() + 1)),
           expand_x_(task.rows * task.row().payload_bytes),
           scales_(task.rows * task.row().scale_bytes()),
@@ -79,20 +73,15 @@ class AllGather final : public Contestant {
     int64_t waited_ns() const override { return waited_; }
 
  private:
-    int64_t gathered_bytes() const { return task_.ranks() * task_.tokens() * row_; }
+    int64_t gathered_bytes() const { return task_.ranks() * task_.tokens() * sent_.row_bytes(); }
     int64_t tokens_of(int rank) const { return task_.shape.tokens[static_cast<size_t>(rank)]; }
 
     void give() {
-        const Options& o = task_.options();
         const Move move = move_for(task_.kernels, gathered_bytes());
         for (int64_t t = 0; t < task_.tokens(); ++t) {
-            const std::byte* row = task_.input.x.data() + t * task_.token_bytes();
-            if (o.dispatch_quant != Format::none) {
-                task_.kernels.encode(o.dispatch_format(), o.dtype, row, o.hidden, scratch_.data(),
-                                     scratch_.data() + scales_in_row_);
-                row = scratch_.data();
-            }
-            for (int p = 0; p < task_.ranks(); ++p) move(row_at(p, task_.rank(), t), row, static_cast<size_t>(row_));
+            const std::byte* row = sent_.of_token(t);
+            for (int p = 0; p < task_.ranks(); ++p)
+                move(row_at(p, task_.rank(), t), row, static_cast<size_t>(sent_.row_bytes()));
         }
         task_.kernels.fence();
         for (int p = 0; p < task_.ranks(); ++p) {
@@ -125,7 +114,7 @@ class AllGather final : public Contestant {
             const std::byte* from = row_at(task_.rank(), q, token);
             move(expand_x_.data() + row * payload_bytes, from, static_cast<size_t>(payload_bytes));
             if (scale_bytes)
-                std::memcpy(scales_.data() + row * scale_bytes, from + scales_in_row_, static_cast<size_t>(scale_bytes));
+                std::memcpy(scales_.data() + row * scale_bytes, from + sent_.scales_at(), static_cast<size_t>(scale_bytes));
             info_[static_cast<size_t>(row)] = {q, static_cast<int32_t>(token),
                                                static_cast<int32_t>(slot % task_.options().topk)};
         });
@@ -133,14 +122,13 @@ class AllGather final : public Contestant {
     }
 
     std::byte* row_at(int window_of, int source, int64_t token) const {
-        return window_.at(window_of, rows_at_ + (source * task_.options().tokens_max + token) * row_);
+        return window_.at(window_of, rows_at_ + (source * task_.options().tokens_max + token) * sent_.row_bytes());
     }
 
     Summer home_;
-    const int64_t scales_in_row_, row_;
+    SentRows sent_;
     const int64_t flags_home_at_, ids_at_, ids_stride_, rows_at_, home_at_;
     SharedWindow window_;
-    std::vector<std::byte> scratch_;
     std::vector<int64_t> first_;  // [L*R+1] next row of (local expert, source)
     Memory expand_x_, scales_, y_;
     std::vector<RowSource> info_;

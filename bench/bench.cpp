@@ -13,7 +13,6 @@
 #include "print.hpp"
 #include "processes.hpp"
 #include "rank.hpp"
-#include "report.hpp"
 #include "results.hpp"
 
 namespace switchyard::bench {
@@ -106,7 +105,6 @@ void add_flags(CLI::App& app, Flags& flags, std::string& dtype, std::string& sim
         ->type_name("CHOICE");
     app.add_option("--seed", flags.base.seed, "of made-up input")->type_name("NUMBER");
     app.add_flag("--json", flags.json, "one JSON object per line instead of tables");
-    app.add_option("--report", flags.report, "also write the results as a page")->type_name("FILE.html");
     app.add_option("--sabotage", flags.sabotage, "flip one bit of what this contestant delivers: shows that the check sees it")
         ->type_name("NAME");
 }
@@ -159,9 +157,6 @@ int bench_main(int argc, char** argv) {
         throw Mistake(
             fmt::format("these contestants need about {:.1f} GiB, {:.1f} GiB are free; name fewer --contestants or --ranks",
                         static_cast<double>(needs) / 0x1p30, static_cast<double>(has) / 0x1p30));
-#ifndef SY_BENCH_REPORT
-    if (!flags.report.empty()) throw Mistake("--report: this build cannot write pages");
-#endif
 
     std::vector<json> lines = {machine(flags, plan)};
     if (!flags.json) print_machine(lines[0]);
@@ -182,9 +177,6 @@ int bench_main(int argc, char** argv) {
         if (flags.bars) print_bars(bars);
         if (flags.seed_table) print_seed_table(results);
     }
-#ifdef SY_BENCH_REPORT
-    if (!flags.report.empty()) render_report(lines, flags.report);
-#endif
     return 0;
 }
 

@@ -5,18 +5,11 @@
 #include <numeric>
 
 namespace switchyard::bench {
-namespace {
-constexpr int64_t up(int64_t bytes, int64_t to = 64) {
-    return (bytes + to - 1) / to * to;
-}
-}  // namespace
-
 Collective::Collective(const Task& task)
     : Contestant(task),
       home_(task),
       local_max_((task.options().experts + task.ranks() - 1) / task.ranks()),
-      scales_in_row_(up(task.row().payload_bytes, 16)),
-      row_(task.row().scale_bytes() ? up(scales_in_row_ + task.row().scale_bytes()) : task.row().payload_bytes),
+      sent_(task),
       owner_(task.owners()),
       counts_sent_(static_cast<size_t>(task.ranks() * local_max_)),
       counts_received_(counts_sent_.size()),
@@ -24,9 +17,8 @@ Collective::Collective(const Task& task)
       rows_received_(rows_sent_.size()),
       next_(owner_.size()),
       place_(static_cast<size_t>(task.slots())),
-      scratch_(static_cast<size_t>(row_)),
-      send_(task.slots() * row_),
-      received_(task.rows * row_),
+      send_(task.slots() * sent_.row_bytes()),
+      received_(task.rows * sent_.row_bytes()),
       expand_x_(task.rows * task.row().payload_bytes),
       scales_(task.rows * task.row().scale_bytes()),
       y_(task.rows * task.token_bytes()),
@@ -40,7 +32,7 @@ void Collective::dispatch() {
         const int32_t* counts = counts_received_.data() + static_cast<int64_t>(q) * local_max_;
         rows_received_[q] = std::accumulate(counts, counts + local_max_, int64_t{0});
     }
-    exchange_rows(send_.data(), rows_sent_, received_.data(), rows_received_, row_);
+    exchange_rows(send_.data(), rows_sent_, received_.data(), rows_received_, sent_.row_bytes());
     reorder();
 }
 
@@ -65,17 +57,12 @@ void Collective::pack() {
     }
     const Move move = move_for(task_.kernels, send_.bytes());
     for (int64_t t = 0; t < task_.tokens(); ++t) {
-        const std::byte* row = task_.input.x.data() + t * task_.token_bytes();
-        if (o.dispatch_quant != Format::none) {
-            task_.kernels.encode(o.dispatch_format(), o.dtype, row, o.hidden, scratch_.data(),
-                                 scratch_.data() + scales_in_row_);
-            row = scratch_.data();
-        }
+        const std::byte* row = sent_.of_token(t);
         for (int64_t k = 0; k < o.topk; ++k) {
             const auto slot = static_cast<size_t>(t * o.topk + k);
             if (ids[slot] < 0) continue;
             place_[slot] = next_[static_cast<size_t>(ids[slot])]++;
-            move(send_.data() + place_[slot] * row_, row, static_cast<size_t>(row_));
+            move(send_.data() + place_[slot] * sent_.row_bytes(), row, static_cast<size_t>(sent_.row_bytes()));
         }
     }
     task_.kernels.fence();
@@ -101,12 +88,14 @@ void Collective::reorder() {
     const int64_t payload_bytes = task_.row().payload_bytes, scale_bytes = task_.row().scale_bytes();
     const Move move = move_for(task_.kernels, expand_x_.bytes());
     each_block([&](int64_t came, int64_t ordered, int64_t rows) {
-        if (row_ == payload_bytes)  // nothing but payload: the block in one piece
-            return move(expand_x_.data() + ordered * row_, received_.data() + came * row_, static_cast<size_t>(rows * row_));
+        if (sent_.row_bytes() == payload_bytes)  // nothing but payload: the block in one piece
+            return move(expand_x_.data() + ordered * sent_.row_bytes(), received_.data() + came * sent_.row_bytes(),
+                        static_cast<size_t>(rows * sent_.row_bytes()));
         for (int64_t i = 0; i < rows; ++i) {
-            const std::byte* from = received_.data() + (came + i) * row_;
+            const std::byte* from = received_.data() + (came + i) * sent_.row_bytes();
             move(expand_x_.data() + (ordered + i) * payload_bytes, from, static_cast<size_t>(payload_bytes));
-            std::memcpy(scales_.data() + (ordered + i) * scale_bytes, from + scales_in_row_, static_cast<size_t>(scale_bytes));
+            std::memcpy(scales_.data() + (ordered + i) * scale_bytes, from + sent_.scales_at(),
+                        static_cast<size_t>(scale_bytes));
         }
     });
     task_.kernels.fence();

@@ -9,7 +9,7 @@
 #include <span>
 
 #include "contestant.hpp"
-#include "home_rows.hpp"
+#include "wire_rows.hpp"
 
 namespace switchyard::bench {
 
@@ -31,7 +31,7 @@ class Collective : public Contestant {
     virtual void exchange_rows(const std::byte* send, std::span<const int64_t> send_rows, std::byte* received,
                                std::span<const int64_t> received_rows, int64_t row_bytes) = 0;
     /// The two sizes of rows that are exchanged.
-    int64_t row_bytes_out() const { return row_; }
+    int64_t row_bytes_out() const { return sent_.row_bytes(); }
     int64_t row_bytes_home() const { return home_.row_bytes(); }
 
  private:
@@ -41,13 +41,13 @@ class Collective : public Contestant {
     void each_block(Do do_block) const;
 
     Summer home_;
-    const int64_t local_max_, scales_in_row_, row_;
+    const int64_t local_max_;
+    SentRows sent_;
     const std::vector<int32_t> owner_;
     std::vector<int32_t> counts_sent_, counts_received_;  // [R*local_max]
     std::vector<int64_t> rows_sent_, rows_received_;      // [R]
     std::vector<int64_t> next_;                           // [E] place of the next row in the send buffer
     std::vector<int64_t> place_;                          // [T*K] where each row lies there
-    std::vector<std::byte> scratch_;
     Memory send_, received_, expand_x_, scales_, y_, send_home_, received_home_;
 };
 

@@ -65,6 +65,11 @@ struct Delivered {
     std::byte* scales = nullptr;  ///< null without scales
 };
 
+/// The least multiple of `to` that is not below `bytes`.
+constexpr int64_t up(int64_t bytes, int64_t to = 64) {
+    return (bytes + to - 1) / to * to;
+}
+
 /// How a consumer reads the rows it received for the first time.
 enum class FirstTouch { where_they_lie, tiles };
 inline constexpr int64_t tile_rows = 32;

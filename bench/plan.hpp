@@ -42,7 +42,7 @@ struct Flags {
     bool bars = false, seed_table = false, json = false;
     int rounds = 0;  ///< exactly so many; 0: as many as fit into `seconds`
     double seconds = 0;
-    std::string report, sabotage;
+    std::string sabotage;
 };
 
 struct Scenario {

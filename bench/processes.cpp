@@ -5,7 +5,6 @@
 #include <sched.h>
 #include <signal.h>
 #include <sys/prctl.h>
-#include <sys/random.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -67,14 +66,6 @@ std::vector<std::string> mpirun_arguments(int ranks) {
     return a;
 }
 
-std::string random_hex(size_t bytes) {
-    std::string text;
-    unsigned char data[32];
-    if (getrandom(data, bytes, 0) != static_cast<ssize_t>(bytes)) throw std::runtime_error("getrandom failed");
-    for (size_t i = 0; i < bytes; ++i) text += fmt::format("{:02x}", data[i]);
-    return text;
-}
-
 std::filesystem::path lines_of(const std::filesystem::path& folder, int rank) {
     return folder / fmt::format("rank_{}.jsonl", rank);
 }
@@ -119,8 +110,8 @@ std::string play_by_mpirun(const std::filesystem::path& folder, int ranks, char*
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         if (getppid() != parent) _exit(1);  // it died before the line above
         setenv("MASTER_ADDR", "127.0.0.1", 1);
-        setenv("MASTER_PORT", random_hex(8).c_str(), 1);
-        setenv("SWITCHYARD_TOKEN", random_hex(16).c_str(), 1);
+        setenv("MASTER_PORT", tools::random_hex(8).c_str(), 1);
+        setenv("SWITCHYARD_TOKEN", tools::random_hex(16).c_str(), 1);
         const int in = open("/dev/null", O_RDONLY), out = open(log.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
         dup2(in, 0);
         dup2(out, 1);

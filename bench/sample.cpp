@@ -13,15 +13,11 @@
 #include <cstring>
 
 #include "contestant.hpp"
-#include "home_rows.hpp"
 #include "shared_window.hpp"
+#include "wire_rows.hpp"
 
 namespace switchyard::bench {
 namespace {
-
-constexpr int64_t up(int64_t bytes, int64_t to = 64) {
-    return (bytes + to - 1) / to * to;
-}
 
 // Where things lie in every rank's window.
 struct SampleLayout {

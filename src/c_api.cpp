@@ -408,8 +408,8 @@ void open_local(std::span<const Options> options, sy_session** sessions) {
 
 void start_local(int32_t ranks, sy_session** sessions, const char* what) {
     need(sessions, what);
-    if (ranks < 1 || ranks > 4095)
-        refuse(Code::bad_input, fmt::format("{}: the group has {} ranks; allowed: 1..4095.", what, ranks));
+    if (ranks < 1 || ranks > ranks_max)
+        refuse(Code::bad_input, fmt::format("{}: the group has {} ranks; allowed: 1..{}.", what, ranks, ranks_max));
     std::fill_n(sessions, ranks, nullptr);
 }
 

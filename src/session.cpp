@@ -261,29 +261,6 @@ struct Session::Impl {
     }
 };
 
-namespace {
-
-// The window of a session with these options, all choices made.
-layout::WindowShape shape_of(const Options& o, int64_t ranks, int64_t experts_per_rank) {
-    return {.ranks = ranks,
-            .depth = o.depth,
-            .experts = o.experts,
-            .experts_per_rank = experts_per_rank,
-            .hidden = o.hidden,
-            .topk = o.topk,
-            .tokens_max = o.tokens_max,
-            .rows_max = o.rows_max,
-            .token = o.dtype,
-            .dispatch = o.dispatch_quant,
-            .combine = o.combine_quant,
-            .weights = o.deliver_weights,
-            .padded = o.landing == Landing::padded,
-            .push = o.combine_path != CombinePath::read,
-            .in_place = o.landing == Landing::in_place};
-}
-
-}  // namespace
-
 Status Session::Impl::prepare(Options options) {
     const auto ranks = static_cast<int64_t>(link->size());
     if (Status s = check_options(options, ranks); !s.ok()) return s;
@@ -300,7 +277,7 @@ Status Session::Impl::prepare(Options options) {
     const int64_t experts_per_rank = experts_of(0, ranks, options.experts).count();
     const int64_t worst = options.tokens_max * options.topk * ranks + experts_per_rank * (options.expert_alignment - 1);
     if (options.rows_max == 0) options.rows_max = std::min(worst, (int64_t{1} << 31) - 1);
-    const layout::Window window = layout::window_of(shape_of(options, ranks, experts_per_rank));
+    const layout::Window window = layout::window_of(ep::shape_of(options, ranks));
     if (window.bytes == layout::Region::limit_exceeded)
         return {Code::capacity,
                 fmt::format("a window for {} rows of {} columns at depth {} does not fit an address space. Lower "

@@ -53,21 +53,7 @@ Options options_with(Landing landing, Format dispatch_quant, Format combine_quan
 }
 
 std::vector<Player> players_over(const Options& o, bool reachable) {
-    const layout::Window window = layout::window_of({.ranks = ranks,
-                                                     .depth = o.depth,
-                                                     .experts = o.experts,
-                                                     .experts_per_rank = experts_of(0, ranks, o.experts).count(),
-                                                     .hidden = o.hidden,
-                                                     .topk = o.topk,
-                                                     .tokens_max = o.tokens_max,
-                                                     .rows_max = o.rows_max,
-                                                     .token = o.dtype,
-                                                     .dispatch = o.dispatch_quant,
-                                                     .combine = o.combine_quant,
-                                                     .weights = o.deliver_weights,
-                                                     .padded = o.landing == Landing::padded,
-                                                     .push = true,
-                                                     .in_place = o.landing == Landing::in_place});
+    const layout::Window window = layout::window_of(ep::shape_of(o, ranks));
     std::vector<std::unique_ptr<Transport>> links = make_local_transports(ranks, reachable);
     std::vector<std::thread> threads;
     for (auto& link : links)
@@ -105,7 +91,7 @@ std::vector<reference::RankInput> inputs_of(const std::vector<Player>& players) 
     return inputs;
 }
 
-/// Polls both kinds of step until they end; a step that never does is a failure, not a hang.
+/// Polls until the step ends; one that never does comes back pending, and fails the test instead of hanging it.
 template <class Poll>
 ep::Progress finish(Poll poll) {
     for (int looks = 0; looks < 100'000; ++looks)
@@ -119,7 +105,7 @@ void dispatch_all(std::vector<Player>& players, std::vector<ep::Progress>& ends)
             if (ends[r] == ep::Progress::pending) ends[r] = players[r].dispatch.poll(*players[r].rank, players[r].flight, true);
 }
 
-/// Expert output of a row: its tokens' bits turned by one, so that it depends on the row alone.
+/// The experts' output for slot k of a token: f16 patterns that differ with the token and with k.
 std::vector<uint16_t> y_of(const Player& source, int64_t token, int64_t k, int64_t hidden) {
     std::vector<uint16_t> y(static_cast<size_t>(hidden));
     for (int64_t h = 0; h < hidden; ++h)

@@ -46,6 +46,8 @@ struct Child {
     _exit(127);
 }
 
+}  // namespace
+
 std::string random_hex(size_t bytes) {
     std::string text;
     unsigned char data[32];
@@ -53,8 +55,6 @@ std::string random_hex(size_t bytes) {
     for (size_t i = 0; i < bytes; ++i) text += fmt::format("{:02x}", data[i]);
     return text;
 }
-
-}  // namespace
 
 bool is_rank() {
     return std::getenv(report_variable) != nullptr;

@@ -28,6 +28,9 @@ struct Patience {
 std::vector<RankEnd> launch(int ranks, char** argv, const Patience& patience,
                             const std::function<void(int, const nlohmann::json&)>& heard);
 
+/// `bytes` random bytes (at most 32) as hexadecimal digits: names and tokens that no other run has.
+std::string random_hex(size_t bytes);
+
 /// True in a process that launch() started.
 bool is_rank();
 

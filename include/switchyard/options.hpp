@@ -13,9 +13,6 @@
 
 namespace switchyard {
 
-/// The most ranks of a group: a rank has 12 bits in a flag word, and one number stands for none.
-inline constexpr int ranks_max = 4095;
-
 struct Options {
     // ---- shape: equal on all ranks
     int64_t hidden = 0;      ///< H, width of a token, >= 1

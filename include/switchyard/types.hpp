@@ -7,6 +7,9 @@
 
 namespace switchyard {
 
+/// The most ranks of a group: a rank has 12 bits in a flag word, and one number stands for none.
+inline constexpr int ranks_max = 4095;
+
 /// Element type of a token, in memory and at combine.
 enum class TokenType : int32_t { f16 = 0, bf16 = 1, f32 = 2 };
 

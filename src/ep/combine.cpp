@@ -23,10 +23,10 @@ Status check_combine(const Rank& rank, const Flight& flight, const CombineArgs& 
 }  // namespace
 
 void CombineStep::start(Rank& rank, Flight& flight, const CombineArgs& args) {
+    offered_ = ended_ = untold_ = false;  // first: an exception below finds an epoch to leave
+    flight.open = false;
     args_ = args;
     status_ = check_combine(rank, flight, args);
-    offered_ = ended_ = untold_ = false;
-    flight.open = false;
     if (status_.ok()) {
         const void* y = args.y ? args.y : rank.own(rank.window.slot(flight.slot) + rank.window.y);
         if (rank.options.combine_path == CombinePath::push)
@@ -37,7 +37,7 @@ void CombineStep::start(Rank& rank, Flight& flight, const CombineArgs& args) {
     if (!status_.ok()) {
         ended_ = true;
         send_reason(rank, flight, status_);
-        return leave(rank, flight, status_, rank.me());
+        return leave(rank, flight, status_.code(), rank.me());
     }
     rank.kernels.fence();  // for the caller's own streaming stores to y
     raise_all(rank, Flag::returned, flight.slot, Word::of(flight.epoch, layout::returned_ok, rank.me()));
@@ -90,9 +90,7 @@ void CombineStep::give_up(Rank& rank, Flight& flight, int64_t waited_ms) {
 void CombineStep::abandon(Rank& rank, Flight& flight) {
     if (ended_) return;
     ended_ = true;
-    flight.open = false;
-    if (!offered_)
-        raise_all(rank, Flag::gone, flight.slot, Word::of(flight.epoch, static_cast<uint32_t>(Code::system), rank.me()));
+    if (!offered_) leave(rank, flight, Code::system, rank.me());
 }
 
 void drop(Rank& rank, Flight& flight) {

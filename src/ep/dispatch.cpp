@@ -50,6 +50,7 @@ void DispatchStep::allocate(const Rank& rank) {
 }
 
 void DispatchStep::start(Rank& rank, Flight& flight, const DispatchArgs& args, const Status& prior) {
+    phase_ = Phase::gate;  // first: an exception below finds an epoch to leave
     args_ = args;
     status_ = {};
     verdict_ = prior.ok() ? check_dispatch(rank, flight, args) : prior;
@@ -57,7 +58,6 @@ void DispatchStep::start(Rank& rank, Flight& flight, const DispatchArgs& args, c
     if (!verdict_.ok()) args_ = {.tag = args.tag};
     flight.tokens = args_.tokens;
     flight.materialised = false;
-    phase_ = Phase::gate;
     await_.begin_gate(rank, flight);
 }
 
@@ -137,15 +137,14 @@ Status DispatchStep::refusal(Rank& rank, const Flight& flight) const {
 Progress DispatchStep::end(Rank& rank, Flight& flight, Status why, int culprit) {
     phase_ = Phase::ended;
     status_ = std::move(why);
-    leave(rank, flight, status_, culprit);
+    leave(rank, flight, status_.code(), culprit);
     return Progress::failed;
 }
 
 void DispatchStep::abandon(Rank& rank, Flight& flight) {
     if (phase_ == Phase::ended) return;
     phase_ = Phase::ended;
-    flight.open = false;
-    raise_all(rank, Flag::gone, flight.slot, Word::of(flight.epoch, static_cast<uint32_t>(Code::system), rank.me()));
+    leave(rank, flight, Code::system, rank.me());
 }
 
 void DispatchStep::give_up(Rank& rank, Flight& flight, int64_t waited_ms) {

@@ -71,12 +71,14 @@ class RowWriter {
     const size_t scale_bytes_;
 };
 
-// Encodes every token that has a used slot once, into the place that encoded_to(worker, token) gives, and hands it to
-// send(token, k, payload, scales, info) for each used slot.
+// Where an encoded row is to lie.
 struct Encoded {
     std::byte* payload;
     std::byte* scales;
 };
+
+// Encodes every token that has a used slot once, into the place that encoded_to(worker, token) gives, and hands it to
+// send(token, k, payload, scales, info) for each used slot.
 template <class EncodedTo, class Send>
 void each_row(Rank& rank, const DispatchArgs& args, EncodedTo encoded_to, Send send) {
     const layout::Window& w = rank.window;
@@ -137,7 +139,54 @@ int64_t row_bytes(const layout::Window& w) {
     return w.row.payload_bytes + w.row.scale_bytes() + info_bytes(w);
 }
 
+Status tags_differ(const Flight& flight, uint64_t first_tag, int rank, uint64_t tag) {
+    return {Code::mismatch,
+            fmt::format("dispatch {}: rank 0 calls it with tag {}, rank {} with tag {}. The ranks are not in the "
+                        "same layer or step; make the same calls on all of them.",
+                        flight.epoch, first_tag, rank, tag)};
+}
+
+// A row's source info, as it lies in this rank's window: another rank wrote it.
+struct Source {
+    int32_t rank, token, k;
+    bool pad() const { return rank == -1; }
+};
+Source source_of(const Flight& flight, int64_t row) {
+    Source s;
+    std::memcpy(&s, flight.rank->own(flight.rank->window.slot(flight.slot) + flight.rank->window.source_info) + row * 12, 12);
+    return s;
+}
+// Whether it names a slot of a token that was dispatched. Checked before anything is addressed by it.
+bool is_dispatched(const Flight& flight, const Source& s) {
+    return s.rank >= 0 && s.rank < flight.rank->ranks() && s.token >= 0 &&
+           s.token < flight.source_tokens[static_cast<size_t>(s.rank)] && s.k >= 0 && s.k < flight.rank->window.shape.topk;
+}
+Status bad_source(const Flight& flight, int64_t row, const Source& s) {
+    return {Code::corrupt,
+            fmt::format("epoch {}: source info of row {} is ({}, {}, {}), outside the tokens dispatched. A process of "
+                        "this group does not follow the window format.",
+                        flight.epoch, row, s.rank, s.token, s.k)};
+}
+
 }  // namespace
+
+layout::WindowShape shape_of(const Options& o, int64_t ranks) {
+    return {.ranks = ranks,
+            .depth = o.depth,
+            .experts = o.experts,
+            .experts_per_rank = experts_of(0, ranks, o.experts).count(),
+            .hidden = o.hidden,
+            .topk = o.topk,
+            .tokens_max = o.tokens_max,
+            .rows_max = o.rows_max,
+            .token = o.dtype,
+            .dispatch = o.dispatch_quant,
+            .combine = o.combine_quant,
+            .weights = o.deliver_weights,
+            .padded = o.landing == Landing::padded,
+            .push = o.combine_path != CombinePath::read,
+            .in_place = o.landing == Landing::in_place};
+}
 
 Rank::Rank(Transport& link_in, const layout::Window& window_in, const quant::Kernels& kernels_in, Workers& workers_in,
            const Options& options_in)
@@ -215,13 +264,6 @@ void send_counts(Rank& rank, Flight& flight, const DispatchArgs& args) {
         rank.link.put({&head_place, 1}, &head, sizeof head);
         rank.link.put({&counts_place, 1}, mine.data(), mine.size_bytes());
     }
-}
-
-static Status tags_differ(const Flight& flight, uint64_t first_tag, int rank, uint64_t tag) {
-    return {Code::mismatch,
-            fmt::format("dispatch {}: rank 0 calls it with tag {}, rank {} with tag {}. The ranks are not in the "
-                        "same layer or step; make the same calls on all of them.",
-                        flight.epoch, first_tag, rank, tag)};
 }
 
 Status take_counts(Rank& rank, Flight& flight, uint64_t tag) {
@@ -308,14 +350,8 @@ void send_rows(Rank& rank, Flight& flight, const DispatchArgs& args) {
 void send_cells(Rank& rank, Flight& flight, const DispatchArgs& args) {
     const layout::Window& w = rank.window;
     const int64_t topk = w.shape.topk;
-    // Which of my rows for its expert each one is: with no rows of other ranks counted, a place is just that number.
-    std::fill(flight.next.begin(), flight.next.end(), 0);
-    for (int64_t i = 0; i < args.tokens * topk; ++i) {
-        const int32_t e = args.topk_ids[i];
-        flight.places[static_cast<size_t>(i)] =
-            e < 0 ? RowPlace{-1, 0}
-                  : RowPlace{rank.placement.owner[static_cast<size_t>(e)], flight.next[static_cast<size_t>(e)]++};
-    }
+    std::fill(flight.next.begin(), flight.next.end(), 0);  // a place is just the number among my rows for that expert
+    number_rows(rank.placement, args.topk_ids, args.tokens * topk, flight.next, flight.places.data());
     const RowWriter writer(rank, args.tokens * topk * w.row.payload_bytes);
     each_row(rank, args, to_scratch(rank),
              [&](int64_t t, int64_t k, const std::byte* payload, const std::byte* scales, const Info& info) {
@@ -382,28 +418,6 @@ void send_in_place(Rank& rank, Flight& flight, const DispatchArgs& args) {
         tokens_written +=
             std::any_of(args.topk_ids + t * topk, args.topk_ids + (t + 1) * topk, [](int32_t id) { return id >= 0; });
     note_sent(rank, flight, info_bytes(w), tokens_written * (row_bytes(w) - info_bytes(w)));
-}
-
-// A row's source info, as it lies in this rank's window: another rank wrote it.
-struct Source {
-    int32_t rank, token, k;
-    bool pad() const { return rank == -1; }
-};
-static Source source_of(const Flight& flight, int64_t row) {
-    Source s;
-    std::memcpy(&s, flight.rank->own(flight.rank->window.slot(flight.slot) + flight.rank->window.source_info) + row * 12, 12);
-    return s;
-}
-// Whether it names a slot of a token that was dispatched. Checked before anything is addressed by it.
-static bool is_dispatched(const Flight& flight, const Source& s) {
-    return s.rank >= 0 && s.rank < flight.rank->ranks() && s.token >= 0 &&
-           s.token < flight.source_tokens[static_cast<size_t>(s.rank)] && s.k >= 0 && s.k < flight.rank->window.shape.topk;
-}
-static Status bad_source(const Flight& flight, int64_t row, const Source& s) {
-    return {Code::corrupt,
-            fmt::format("epoch {}: source info of row {} is ({}, {}, {}), outside the tokens dispatched. A process of "
-                        "this group does not follow the window format.",
-                        flight.epoch, row, s.rank, s.token, s.k)};
 }
 
 Status find_row(const Flight& flight, int64_t row, ExpertBatch::Row* found) {

@@ -22,6 +22,10 @@
 
 namespace switchyard::ep {
 
+/// The window that a session with these options needs. `landing` and `rows_max` are chosen; a combine_path that is still
+/// automatic gets room for either.
+layout::WindowShape shape_of(const Options& options, int64_t ranks);
+
 /// One member of the group, seen from inside. Lives as long as its session.
 struct Rank {
     Transport& link;

@@ -70,9 +70,9 @@ void send_reason(Rank& rank, const Flight& flight, const Status& why) {
     }
 }
 
-void leave(Rank& rank, Flight& flight, const Status& why, int culprit) {
+void leave(Rank& rank, Flight& flight, Code code, int culprit) {
     flight.open = false;
-    raise_all(rank, Flag::gone, flight.slot, Word::of(flight.epoch, static_cast<uint32_t>(why.code()), culprit));
+    raise_all(rank, Flag::gone, flight.slot, Word::of(flight.epoch, static_cast<uint32_t>(code), culprit));
 }
 
 bool has_closed(const Rank& rank, int peer) {

@@ -22,9 +22,10 @@ layout::Word see(const Rank& rank, layout::Flag flag, uint64_t slot, int writer)
 /// Writes why this rank refuses or leaves an epoch into every window; a flag raised afterwards publishes it.
 void send_reason(Rank& rank, const Flight& flight, const Status& why);
 
-/// Leaves an epoch with an error: raises `gone` with its code and whose fault it is (no_culprit: nobody's or unknown).
+/// Leaves an epoch with an error: raises `gone` with its code and whose fault it is (no_culprit: nobody's or unknown). Does
+/// not allocate.
 inline constexpr int no_culprit = ranks_max;
-void leave(Rank& rank, Flight& flight, const Status& why, int culprit);
+void leave(Rank& rank, Flight& flight, Code code, int culprit);
 
 /// Says that this rank's session is closed; whether another's is.
 void raise_closed(Rank& rank);

@@ -58,16 +58,20 @@ void place_experts(const Placement& placement, std::span<const int32_t> counts, 
     }
 }
 
+void number_rows(const Placement& placement, const int32_t* ids, int64_t n, std::span<int32_t> next, RowPlace* places) {
+    for (int64_t i = 0; i < n; ++i) {
+        const int32_t e = ids[i];
+        places[i] = e < 0 ? RowPlace{-1, 0} : RowPlace{placement.owner[static_cast<size_t>(e)], next[static_cast<size_t>(e)]++};
+    }
+}
+
 void place_rows(const Placement& placement, std::span<const int32_t> counts, std::span<const int64_t> expert_first, int64_t me,
                 const int32_t* ids, int64_t n, std::span<int32_t> next, RowPlace* places) {
     const auto experts = static_cast<size_t>(placement.experts);
     for (size_t e = 0; e < experts; ++e) next[e] = static_cast<int32_t>(expert_first[e]);
     for (size_t q = 0; q < static_cast<size_t>(me); ++q)
         for (size_t e = 0; e < experts; ++e) next[e] += counts[q * experts + e];
-    for (int64_t i = 0; i < n; ++i) {
-        const int32_t e = ids[i];
-        places[i] = e < 0 ? RowPlace{-1, 0} : RowPlace{placement.owner[static_cast<size_t>(e)], next[static_cast<size_t>(e)]++};
-    }
+    number_rows(placement, ids, n, next, places);
 }
 
 }  // namespace switchyard::ep

@@ -46,6 +46,9 @@ void count_rows(const int32_t* ids, int64_t n, std::span<int32_t> counts);
 void place_experts(const Placement& placement, std::span<const int32_t> counts, int64_t alignment,
                    std::span<int64_t> expert_first, std::span<int64_t> rows_of);
 
+/// places[i] = the owner of ids[i] and the next number of that expert: next[e]++, in order of i; {-1, 0} for an unused slot.
+void number_rows(const Placement& placement, const int32_t* ids, int64_t n, std::span<int32_t> next, RowPlace* places);
+
 /// Places of the rows of rank `me`: places[t*K+k], the rows of one expert behind those of lower ranks, in (token, k) order.
 /// `next` [E] is scratch. Every row number fits 31 bits (place_experts' rows_of was checked).
 void place_rows(const Placement& placement, std::span<const int32_t> counts, std::span<const int64_t> expert_first, int64_t me,

@@ -22,7 +22,7 @@ static_assert(sample.row.payload_bytes == 7168 && sample.row.scale_count == 224)
 static_assert(sample.bytes == sample.slots + 2 * sample.slot_bytes && sample.slots % page_bytes == 0);
 
 // More than an address space: seen, not wrapped.
-constexpr Window huge = window_of({.ranks = 4095,
+constexpr Window huge = window_of({.ranks = ranks_max,
                                    .depth = 64,
                                    .experts = 1 << 20,
                                    .experts_per_rank = 257,

@@ -55,7 +55,7 @@ struct LocalGroup {
     std::mutex mutex;
     std::condition_variable changed;
     std::vector<bool> came;
-    std::vector<WindowShape> shapes;
+    std::vector<WindowSize> shapes;
     std::vector<std::vector<std::byte>> cards;
     int count = 0;
     bool complete = false;

@@ -196,8 +196,8 @@ void MappedTransport::awake() {
     std::atomic_ref<uint32_t>(sleep_words(rank()).sleepers).fetch_sub(1, std::memory_order_relaxed);
 }
 
-bool shapes_fit(const std::vector<WindowShape>& shapes) {
-    for (const WindowShape& shape : shapes) {
+bool shapes_fit(const std::vector<WindowSize>& shapes) {
+    for (const WindowSize& shape : shapes) {
         if (shape.window_bytes == 0 || shape != shapes.front()) return false;
     }
     return !shapes.empty();

@@ -59,14 +59,14 @@ class MappedTransport : public Transport {
 
 /// One window as its owner and the others see it: bytes and where they sleep. Windows are mapped when all shapes are equal
 /// and not empty; the places of sleeping count too, because a bell elsewhere would never be heard.
-struct WindowShape {
+struct WindowSize {
     uint64_t window_bytes = 0;
     uint64_t bell_offset = 0;
-    friend bool operator==(const WindowShape&, const WindowShape&) = default;
+    friend bool operator==(const WindowSize&, const WindowSize&) = default;
 };
 
 /// True when windows are to be mapped.
-bool shapes_fit(const std::vector<WindowShape>& shapes);
+bool shapes_fit(const std::vector<WindowSize>& shapes);
 
 /// The text of a window that cannot be mapped; `error` is errno.
 Status map_refused(int rank, int windows, uint64_t window_bytes, int error);

@@ -19,6 +19,7 @@
 #include <string_view>
 #include <type_traits>
 
+#include "switchyard/types.hpp"
 #include "transport/group_text.hpp"
 
 namespace switchyard {
@@ -27,7 +28,6 @@ namespace {
 
 // ---------------------------------------------------------------------------------------------------------------- limits
 
-constexpr int ranks_max = 4095;          // ranks are 12 bits in a flag, and one value means none
 constexpr size_t name_bytes_max = 1024;  // of a group's name and of its token
 constexpr size_t text_bytes_max = 3072;  // of an error text that travels
 constexpr size_t fds_max = 2;            // in one message

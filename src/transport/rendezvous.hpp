@@ -63,7 +63,7 @@ Status check_shared_memory(int memory, uint64_t bytes, int rank);
 /// What one rank brings.
 struct Offer {
     std::span<const std::byte> card;
-    WindowShape shape;
+    WindowSize shape;
     FileDescriptor window;   ///< shared memory of shape.window_bytes; none when that is 0
     FileDescriptor process;  ///< pidfd of this process
     Status refusal;          ///< an error: this rank cannot take part, and everybody is to learn why
@@ -72,7 +72,7 @@ struct Offer {
 /// What all ranks brought, by rank.
 struct Meeting {
     std::vector<std::vector<std::byte>> cards;
-    std::vector<WindowShape> shapes;
+    std::vector<WindowSize> shapes;
     std::vector<FileDescriptor> windows;    ///< all valid when the shapes fit
     std::vector<FileDescriptor> processes;  ///< the own one is not there
 };

@@ -1,4 +1,5 @@
-// Rows on their way home through windows, one place per (token, k): the combine of contestants that push.
+// Rows as they travel, payload and then scales in one piece: out, for contestants that quantise once per token, and home, one
+// place per (token, k), for contestants that push.
 #pragma once
 
 #include "contestant.hpp"
@@ -8,6 +9,21 @@ namespace switchyard::bench {
 
 struct RowSource {
     int32_t rank, token, k;
+};
+
+/// Rows on their way out.
+class SentRows {
+ public:
+    explicit SentRows(const Task& task);
+    int64_t scales_at() const { return scales_at_; }
+    int64_t row_bytes() const { return row_bytes_; }
+    /// The row of a token in dispatch's wire format: the token itself, or encoded to scratch.
+    const std::byte* of_token(int64_t token);
+
+ private:
+    const Task& task_;
+    const int64_t scales_at_, row_bytes_;
+    std::vector<std::byte> scratch_;
 };
 
 /// Sums the rows of one token, given where each lies in combine's wire format (null: unused slot).

@@ -1,11 +1,19 @@
-#include "home_rows.hpp"
+#include "wire_rows.hpp"
 
 namespace switchyard::bench {
-namespace {
-constexpr int64_t up(int64_t bytes, int64_t to) {
-    return (bytes + to - 1) / to * to;
+SentRows::SentRows(const Task& task)
+    : task_(task),
+      scales_at_(up(task.row().payload_bytes, 16)),
+      row_bytes_(task.row().scale_bytes() ? up(scales_at_ + task.row().scale_bytes()) : task.row().payload_bytes),
+      scratch_(static_cast<size_t>(row_bytes_)) {}
+
+const std::byte* SentRows::of_token(int64_t token) {
+    const Options& o = task_.options();
+    const std::byte* x = task_.input.x.data() + token * task_.token_bytes();
+    if (o.dispatch_quant == Format::none) return x;
+    task_.kernels.encode(o.dispatch_format(), o.dtype, x, o.hidden, scratch_.data(), scratch_.data() + scales_at_);
+    return scratch_.data();
 }
-}  // namespace
 
 Summer::Summer(const Task& task)
     : task_(task),
