@@ -25,7 +25,12 @@ Entry entry(const Flags& flags, int ranks, const char* contestant, std::string l
 
 // The field of a number of tokens: everything that a bar compares.
 Cell field(const Flags& flags, const char* scenario, int ranks, int64_t tokens, double seconds) {
-    Cell cell{.name = fmt::format("{}/{}", scenario, ranks), .scenario = scenario, .entries = {}, .seconds = seconds};
+    Cell cell{.name = fmt::format("{}/{}", scenario, ranks),
+              .scenario = scenario,
+              .entries = {},
+              .seconds = seconds,
+              .curve = {},
+              .at = {}};
     for (const char* name : {"limit", "packed", "in_place", "sample", "open_mpi", "gloo"})
         if (find_contestant(name)) cell.entries.push_back(entry(flags, ranks, name, name, tokens));
     cell.entries.push_back(entry(flags, ranks, "packed", "packed mxfp8", tokens, quantised));
@@ -114,13 +119,13 @@ Plan bars_plan(const Flags& flags) {
     Tree two{.ranks = 2, .cells = {}};
     two.cells.push_back(field(flags, "decode", 2, 8, s));
     two.cells.push_back(field(flags, "prefill", 2, 256, 4 * s));
-    Cell experts{.name = "experts/2", .scenario = "experts", .entries = {}, .seconds = 2 * s};
+    Cell experts{.name = "experts/2", .scenario = "experts", .entries = {}, .seconds = 2 * s, .curve = {}, .at = {}};
     for (const int64_t e : flat_experts) {
         experts.entries.push_back(entry(flags, 2, "packed", fmt::format("{} experts", e), 256));
         experts.entries.back().shape.options.experts = e;
     }
     two.cells.push_back(std::move(experts));
-    Cell tokens{.name = "tokens/2", .scenario = "tokens", .entries = {}, .seconds = 3 * s};
+    Cell tokens{.name = "tokens/2", .scenario = "tokens", .entries = {}, .seconds = 3 * s, .curve = {}, .at = {}};
     for (const int64_t t : flat_tokens) {
         tokens.entries.push_back(entry(flags, 2, "packed", fmt::format("{} tokens", t), t));
         tokens.entries.push_back(entry(flags, 2, "limit", fmt::format("limit, {} tokens", t), t));
@@ -132,11 +137,15 @@ Plan bars_plan(const Flags& flags) {
     eight.cells.push_back(field(flags, "prefill", 8, 256, 8 * s));
 
     Tree many{.ranks = 64, .cells = {}};
-    many.cells.push_back(
-        {.name = "decode/64", .scenario = "decode", .entries = {entry(flags, 64, "packed", "packed", 8)}, .seconds = s});
+    many.cells.push_back({.name = "decode/64",
+                          .scenario = "decode",
+                          .entries = {entry(flags, 64, "packed", "packed", 8)},
+                          .seconds = s,
+                          .curve = {},
+                          .at = {}});
 
     Tree one{.ranks = 1, .cells = {}};
-    one.cells.push_back({.name = "encode/1", .scenario = "encode", .entries = {}, .seconds = s});
+    one.cells.push_back({.name = "encode/1", .scenario = "encode", .entries = {}, .seconds = s, .curve = {}, .at = {}});
     for (const char* name : {"memcpy_memory", "encode_memory", "memcpy_cache", "encode_cache"})
         one.cells[0].entries.push_back(entry(flags, 1, name, name, 64, quantised));
 
@@ -261,7 +270,12 @@ double cell_us(const Results& results, const Published& p, const char* contestan
 Plan seed_table_plan(const Flags& flags) {
     Tree eight{.ranks = 8, .cells = {}};
     for (const auto& [scenario, tokens] : {std::pair{"decode", int64_t{8}}, {"prefill", int64_t{256}}}) {
-        Cell cell{.name = fmt::format("{}/8", scenario), .scenario = scenario, .entries = {}, .seconds = 4 * flags.seconds};
+        Cell cell{.name = fmt::format("{}/8", scenario),
+                  .scenario = scenario,
+                  .entries = {},
+                  .seconds = 4 * flags.seconds,
+                  .curve = {},
+                  .at = {}};
         for (const char* contestant : table_contestants)
             for (const auto& [label, quant] : {std::pair{"none", "none"}, {"quantised", "mxfp8_e5m2/int8_block8"}})
                 cell.entries.push_back(entry(flags, 8, contestant, fmt::format("{} {}", contestant, label), tokens, quant));

@@ -10,6 +10,7 @@
 
 #include "bars.hpp"
 #include "contestant.hpp"
+#include "curves.hpp"
 #include "print.hpp"
 #include "processes.hpp"
 #include "rank.hpp"
@@ -77,12 +78,14 @@ void add_flags(CLI::App& app, Flags& flags, std::string& dtype, std::string& sim
         ->type_name("NAMES");
     app.add_flag("--bars", flags.bars, "play what the bars need; say of each bar whether it is reached");
     app.add_flag("--seed-table", flags.seed_table, "the CANN sample's published table beside ours");
+    app.add_flag("--curves", flags.curves, "what a row costs along tokens, ranks, topk, experts, hidden, skew");
     app.add_option("--rounds", flags.rounds,
                    "exactly so many, at least 4, which hold every kind of call; default: as many as fit into "
                    "--seconds")
         ->check(CLI::Range(4, 1'000'000))
         ->type_name("ROUNDS");
-    app.add_option("--seconds", flags.seconds, "about how long a scenario's timed rounds take; default 4, with --bars 8")
+    app.add_option("--seconds", flags.seconds,
+                   "about how long a scenario's timed rounds take; default 4, with --bars 8, with --curves 1")
         ->check(CLI::PositiveNumber)
         ->type_name("SECONDS");
     app.add_option("--hidden,--h", flags.base.options.hidden, "width of a token")
@@ -145,11 +148,12 @@ int bench_main(int argc, char** argv) {
     if (Status s = set_option(flags.base.options, *find_option("dtype"), dtype); !s.ok()) throw Mistake(s.text());
     if (Status s = set_option(flags.base.options, *find_option("simd"), simd); !s.ok()) throw Mistake(s.text());
     const bool short_form = flags.scenarios.empty() && !flags.bars;
+    flags.hidden_is_default = app.count("--hidden") == 0;
     if (flags.scenarios.empty()) flags.scenarios = {"decode", "prefill"};
     if (flags.ranks.empty()) flags.ranks = {"2"};
     if (flags.quants.empty()) flags.quants = {"none"};
-    if (flags.seconds == 0) flags.seconds = flags.bars ? 8 : 4;
-    if (flags.bars && flags.seed_table) throw Mistake("--bars and --seed-table: choose one");
+    if (flags.seconds == 0) flags.seconds = flags.bars ? 8 : flags.curves ? 1 : 4;
+    if (flags.bars + flags.seed_table + flags.curves > 1) throw Mistake("--bars, --seed-table, --curves: choose one");
 
     const Plan plan = make_plan(flags);
     if (const int tree = tree_of_rank(); tree >= 0) return rank_main(flags, plan.trees.at(static_cast<size_t>(tree)));
@@ -167,14 +171,20 @@ int bench_main(int argc, char** argv) {
         bars = judge(results);
         for (const Bar& b : bars) lines.push_back(b.to_json());
     }
+    std::vector<Step> moves;
+    if (flags.curves) {
+        moves = steps(results);
+        for (const Step& s : moves) lines.push_back(s.to_json());
+    }
     if (flags.seed_table)
         for (json& line : seed_table_lines(results)) lines.push_back(std::move(line));
 
     if (flags.json) {
         for (const json& line : lines) fmt::print("{}\n", line.dump());
     } else {
-        if (!flags.seed_table) print_results(results, short_form);
+        if (!flags.seed_table && !flags.curves) print_results(results, short_form);
         if (flags.bars) print_bars(bars);
+        if (flags.curves) print_curves(results, moves);
         if (flags.seed_table) print_seed_table(results);
     }
     return 0;

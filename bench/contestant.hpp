@@ -115,6 +115,8 @@ class Contestant {
     virtual Moved moved() const = 0;
     /// Time spent waiting for others since the contestant was made, or -1 when it cannot tell.
     virtual int64_t waited_ns() const { return -1; }
+    /// The same by the rank that was lacking, [R], or empty.
+    virtual std::vector<int64_t> waited_by_rank() const { return {}; }
 
  protected:
     const Task& task_;

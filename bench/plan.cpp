@@ -6,6 +6,7 @@
 
 #include "bars.hpp"
 #include "contestant.hpp"
+#include "curves.hpp"
 
 namespace switchyard::bench {
 
@@ -110,6 +111,7 @@ tools::Case shape_of(const Flags& flags, int ranks, const std::vector<int64_t>& 
 Plan make_plan(const Flags& flags) {
     if (flags.bars) return bars_plan(flags);
     if (flags.seed_table) return seed_table_plan(flags);
+    if (flags.curves) return curves_plan(flags);
 
     for (const std::string& name : flags.contestants)
         if (!find_contestant(name))
@@ -125,7 +127,9 @@ Plan make_plan(const Flags& flags) {
             Cell cell{.name = fmt::format("{}/{}", scenario, tree.ranks),
                       .scenario = scenario,
                       .entries = {},
-                      .seconds = flags.seconds};
+                      .seconds = flags.seconds,
+                      .curve = {},
+                      .at = {}};
             for (const std::string& quant : flags.quants)
                 for (const std::string& name : names) {
                     Entry e{.label = flags.quants.size() > 1 ? fmt::format("{} {}", name, quant) : name,

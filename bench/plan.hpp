@@ -19,7 +19,8 @@ struct Cell {
     std::string name;  ///< unique in its plan
     std::string scenario;
     std::vector<Entry> entries;
-    double seconds = 0;  ///< about how long its timed rounds may take
+    double seconds = 0;     ///< about how long its timed rounds may take
+    std::string curve, at;  ///< of a scaling curve: its axis, and where on it
 };
 
 /// Cells with the same number of ranks share their processes.
@@ -39,7 +40,8 @@ struct Flags {
     std::vector<std::string> ranks, quants, contestants;
     tools::Case base;  ///< hidden, topk, dtype, seed, routing, workers, simd
     int64_t experts_per_rank = 4;
-    bool bars = false, seed_table = false, json = false;
+    bool bars = false, seed_table = false, curves = false, json = false;
+    bool hidden_is_default = true;
     int rounds = 0;  ///< exactly so many; 0: as many as fit into `seconds`
     double seconds = 0;
     std::string sabotage;

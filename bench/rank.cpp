@@ -141,6 +141,7 @@ struct Player {
     std::vector<int64_t> dispatch_ns, dispatch_alone_ns, dispatch_wait_ns, touch_ns, tiles_ns, combine_ns, combine_alone_ns,
         combine_wait_ns;
     int64_t allocations = 0;
+    std::vector<int64_t> waited_by_rank;  // ns of all timed rounds
 };
 
 class CellPlayer {
@@ -263,6 +264,7 @@ class CellPlayer {
             const FirstTouch how =
                 number % 4 == 3 && c.can_touch(FirstTouch::tiles) ? FirstTouch::tiles : FirstTouch::where_they_lie;
             const bool touches = number % 2 != 0 && c.can_touch(how);
+            const std::vector<int64_t> waited = c.waited_by_rank();
 
             const Timed d = timed(c, [&] {
                 c.dispatch();
@@ -275,6 +277,9 @@ class CellPlayer {
             }
             if (!counts) continue;
             p.allocations += d.allocations + m.allocations;
+            const std::vector<int64_t> waited_now = c.waited_by_rank();
+            p.waited_by_rank.resize(waited_now.size());
+            for (size_t q = 0; q < waited_now.size(); ++q) p.waited_by_rank[q] += waited_now[q] - waited[q];
             if (touches) {
                 (how == FirstTouch::tiles ? p.tiles_ns : p.touch_ns).push_back(d.group_ns);
             } else {
@@ -317,6 +322,7 @@ class CellPlayer {
               {"dispatch_bytes", moved.dispatch},
               {"combine_bytes", moved.combine},
               {"allocations", p.allocations},
+              {"waited_by_rank", p.waited_by_rank},
               {"dispatch", p.dispatch_ns},
               {"dispatch_alone", p.dispatch_alone_ns},
               {"dispatch_wait", p.dispatch_wait_ns},

@@ -92,6 +92,9 @@ json Result::to_json() const {
                  {"bytes_per_rank", bytes_per_rank},
                  {"gb_per_s", gb_per_s()},
                  {"allocations", allocations}};
+    if (!cell->curve.empty()) line["curve"] = cell->curve, line["at"] = cell->at;
+    line["rows_per_rank"] = rows_per_rank;
+    if (!wait_by_rank_us.empty()) line["wait_by_rank_us"] = wait_by_rank_us;
     line["own_us"] = own_us < 0 ? json() : json(own_us);
     line["wait_us"] = wait_us < 0 ? json() : json(wait_us);
     line["of_limit"] = of_limit > 0 ? json(of_limit) : json();
@@ -116,8 +119,16 @@ void Results::take(const Cell& cell, const std::vector<std::vector<json>>& told)
                      .call = call,
                      .settings = ranks[0].at("settings"),
                      .group = group,
-                     .slowest_rank = alone ? times_of(slowest(ranks, alone)) : group};
+                     .slowest_rank = alone ? times_of(slowest(ranks, alone)) : group,
+                     .wait_by_rank_us = {}};
             r.bytes_per_rank = bytes;
+            r.rows_per_rank = mean(ranks, "rows");  // what leaves all ranks arrives: the mean is the same both ways
+            for (const json& rank : ranks) {
+                std::vector<double> row;
+                for (const json& ns : rank.at("waited_by_rank"))
+                    row.push_back(ns.get<double>() / 1000 / std::max(1.0, rank.at("rounds").get<double>()));
+                if (!row.empty()) r.wait_by_rank_us.push_back(std::move(row));
+            }
             r.allocations = 0;
             for (const json& rank : ranks) r.allocations += rank.at("allocations").get<int64_t>();
             if (alone && wait) {

@@ -28,7 +28,9 @@ struct Result {
     double own_us = -1;   ///< slowest rank's median time that was not waiting; -1: unknown
     double wait_us = -1;  ///< largest median of waiting
     double bytes_per_rank = 0;
-    double of_limit = 0;  ///< limit / this; 0: no limit took part
+    double rows_per_rank = 0;                          ///< received (dispatch) or summed (combine), mean over ranks
+    std::vector<std::vector<double>> wait_by_rank_us;  ///< [R][R] us per round rank i lacked rank j; empty: unknown
+    double of_limit = 0;                               ///< limit / this; 0: no limit took part
     int64_t allocations = 0;
 
     double gb_per_s() const { return group.median > 0 ? bytes_per_rank / group.median / 1000 : 0; }

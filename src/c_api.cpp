@@ -495,6 +495,18 @@ int32_t sy_session_stats(const sy_session* session, sy_stats* stats) {
     });
 }
 
+int32_t sy_session_waits(const sy_session* session, int64_t* wait_ns, int64_t count) {
+    return guarded([&] {
+        need(session, "sy_session_waits: session");
+        need(wait_ns, "sy_session_waits: wait_ns");
+        const std::span<const int64_t> waits = session->session.wait_ns_by_rank();
+        if (count != static_cast<int64_t>(waits.size()))
+            throw Error(Status(Code::bad_input,
+                               fmt::format("sy_session_waits: count is {}; the group has {} ranks.", count, waits.size())));
+        std::copy(waits.begin(), waits.end(), wait_ns);
+    });
+}
+
 int32_t sy_dispatch(sy_session* session, const sy_dispatch_args* args, sy_batch* batch) {
     return guarded([&] {
         need(session, "sy_dispatch: session");

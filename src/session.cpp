@@ -130,16 +130,21 @@ int usable_cpus() {
     return std::max(cpus, 1);
 }
 
-// Polls a step until it ends: first spinning, when every rank can have a CPU of its own, then asleep in slices.
+// Polls a step until it ends. Between two looks it spins while every rank can have a CPU of its own; else, or after that, it
+// lets others run, and in the end it sleeps, in slices.
 class Waiter {
  public:
     Waiter(Transport& link, int64_t spin_ns) : link_(link), spin_ns_(spin_ns) {}
 
-    /// poll(thorough) -> Progress; at the deadline give_up(waited_ms) ends the step. Returns the step's end.
-    template <class Poll, class GiveUp>
-    ep::Progress wait(Deadline deadline, Poll poll, GiveUp give_up) {
+    /// poll(thorough) -> Progress; waited(ns) tells how long nothing was done before the next poll; at the deadline
+    /// give_up(waited_ms) ends the step. Returns the step's end.
+    template <class Poll, class Waited, class GiveUp>
+    ep::Progress wait(Deadline deadline, Poll poll, Waited waited, GiveUp give_up) {
+        constexpr int64_t yield_ns = 50'000;      // a switch to a rank that has work costs less than its wake-up later
         constexpr int64_t slice_ns = 10'000'000;  // bounds what a raiser that dies between flag and wake-up can cost
-        int64_t spin_until = now_ns() + spin_ns_;
+        int64_t idle_since = now_ns();
+        int64_t spin_until = idle_since + spin_ns_;
+        int64_t yield_until = spin_until + yield_ns;
         for (;;) {
             ep::Progress progress = poll(false);
             if (progress != ep::Progress::pending) return progress;
@@ -152,13 +157,17 @@ class Waiter {
             }
             if (now < spin_until) {
                 relax();
-                continue;
+            } else if (now < yield_until) {
+                sched_yield();
+            } else {
+                const Announced asleep(link_);
+                progress = poll(true);
+                if (progress != ep::Progress::pending) return progress;
+                link_.sleep(asleep.ticket, std::min(slice_ns, deadline.at_ns - now));
+                spin_until = now_ns() + std::min<int64_t>(spin_ns_, 20'000);
+                yield_until = spin_until;
             }
-            const Announced asleep(link_);
-            progress = poll(true);
-            if (progress == ep::Progress::pending) link_.sleep(asleep.ticket, std::min(slice_ns, deadline.at_ns - now));
-            if (progress != ep::Progress::pending) return progress;
-            spin_until = now_ns() + std::min<int64_t>(spin_ns_, 20'000);
+            waited(now_ns() - now);
         }
     }
 
@@ -213,7 +222,8 @@ struct Session::Impl {
     std::vector<ep::Flight> flights;  // [depth]
     ep::DispatchStep dispatch;
     ep::CombineStep combine;
-    ep::Await gate;  // of x()
+    ep::Await gate;              // of x()
+    std::vector<int64_t> waits;  // [R] ns that this rank lacked only what that rank, and those behind it, owed
     uint64_t last_epoch = 0;
     int64_t spin_ns = 0;
     Status untold;  // an error of mine that the other ranks must hear of in the next dispatch
@@ -247,7 +257,7 @@ struct Session::Impl {
             throw Error(
                 Status(Code::stale, fmt::format("{} in process {} on a session of process {}: a forked child has no windows. "
                                                 "Fork first, then open.",
-                                                call, getpid(), rank->process)));
+                                                call, getpid(), rank->born.process())));
     }
     void refuse_open(const ep::Flight& flight, uint64_t epoch) const {
         if (flight.open)
@@ -255,6 +265,9 @@ struct Session::Impl {
                                fmt::format("dispatch {}: epoch {} is still open and depth is {}. Combine or drop its batch "
                                            "first, or open the session with a larger depth.",
                                            epoch, flight.epoch, rank->options.depth)));
+    }
+    void waited_for(int peer, int64_t ns) {
+        if (peer >= 0) waits[static_cast<size_t>(peer)] += ns;
     }
     Deadline deadline(int64_t timeout_ms) const {
         return Deadline::after_ms(timeout_ms > 0 ? timeout_ms : rank->options.timeout_ms);
@@ -291,6 +304,7 @@ Status Session::Impl::prepare(Options options) {
         dispatch.allocate(*rank);
         combine.allocate(*rank);
         gate.allocate(*rank);
+        waits.resize(static_cast<size_t>(ranks));
     } catch (const std::system_error& e) {
         return {Code::system,
                 fmt::format("{} worker threads cannot be started: {}. Lower option workers.", options.workers - 1, e.what())};
@@ -319,7 +333,7 @@ std::shared_ptr<Session::Impl> Session::Impl::open(const Options& options, std::
                                 deadline, &cards));
     throw_if(compare_cards(cards));
     throw_if(impl->rank->connect());
-    const layout::WindowHeader header = layout::header_of(impl->rank->window, impl->link->rank(), impl->rank->process);
+    const layout::WindowHeader header = layout::header_of(impl->rank->window, impl->link->rank(), impl->rank->born.process());
     std::memcpy(impl->link->window(), &header, sizeof header);
     impl->connected = true;
     return impl;
@@ -405,22 +419,19 @@ ExpertBatch Session::dispatch(const DispatchArgs& args) {
     flight.epoch = epoch;
     flight.slot = epoch % depth;
 
-    int64_t mark = now_ns();
-    const auto poll = [&](bool thorough) {
-        const auto phase = s.dispatch.phase();
-        const ep::Progress progress = s.dispatch.poll(*s.rank, flight, thorough);
-        // Time since the last look is waiting when nothing moved on, else this rank's own work.
-        const int64_t now = now_ns();
-        if (phase == s.dispatch.phase())
-            (phase == ep::DispatchStep::Phase::rows ? s.rank->stats.wait_ns_rows : s.rank->stats.wait_ns_counts) += now - mark;
-        mark = now;
-        return progress;
+    const auto waited = [&](int64_t ns) {
+        const bool for_rows = s.dispatch.phase() == ep::DispatchStep::Phase::rows;
+        (for_rows ? s.rank->stats.wait_ns_rows : s.rank->stats.wait_ns_counts) += ns;
+        s.waited_for(s.dispatch.awaited(), ns);
     };
     ep::Progress end;
     try {
         s.dispatch.start(*s.rank, flight, args, s.untold);
         s.untold = {};
-        end = Waiter(*s.link, s.spin_ns).wait(deadline, poll, [&](int64_t ms) { s.dispatch.give_up(*s.rank, flight, ms); });
+        end = Waiter(*s.link, s.spin_ns)
+                  .wait(
+                      deadline, [&](bool thorough) { return s.dispatch.poll(*s.rank, flight, thorough); }, waited,
+                      [&](int64_t ms) { s.dispatch.give_up(*s.rank, flight, ms); });
     } catch (...) {  // no memory for an error text, say
         s.dispatch.abandon(*s.rank, flight);
         throw;
@@ -448,6 +459,10 @@ void* Session::x() {
         Waiter(*s.link, s.spin_ns)
             .wait(
                 deadline, [&](bool thorough) { return s.gate.poll(*s.rank, thorough); },
+                [&](int64_t ns) {
+                    s.rank->stats.wait_ns_counts += ns;
+                    s.waited_for(s.gate.first_awaited(), ns);
+                },
                 [&](int64_t ms) {
                     late = Status(Code::timed_out, fmt::format("x of dispatch {} timed out on rank {} after {} ms "
                                                                "waiting for {}.",
@@ -478,18 +493,17 @@ void Session::combine(ExpertBatch& batch, const CombineArgs& args) {
     const std::shared_ptr<void> alive = std::move(batch.session_);
     batch.flight_ = nullptr;
 
-    int64_t mark = now_ns();
-    const auto poll = [&](bool thorough) {
-        const ep::Progress progress = s.combine.poll(*s.rank, flight, thorough);
-        const int64_t now = now_ns();
-        if (progress == ep::Progress::pending) s.rank->stats.wait_ns_returned += now - mark;
-        mark = now;
-        return progress;
+    const auto waited = [&](int64_t ns) {
+        s.rank->stats.wait_ns_returned += ns;
+        s.waited_for(s.combine.awaited(), ns);
     };
     ep::Progress end;
     try {
         s.combine.start(*s.rank, flight, args);
-        end = Waiter(*s.link, s.spin_ns).wait(deadline, poll, [&](int64_t ms) { s.combine.give_up(*s.rank, flight, ms); });
+        end = Waiter(*s.link, s.spin_ns)
+                  .wait(
+                      deadline, [&](bool thorough) { return s.combine.poll(*s.rank, flight, thorough); }, waited,
+                      [&](int64_t ms) { s.combine.give_up(*s.rank, flight, ms); });
     } catch (...) {  // no memory for an error text, say
         s.combine.abandon(*s.rank, flight);
         throw;
@@ -522,6 +536,9 @@ int64_t Session::window_bytes() const {
 }
 SessionStats Session::stats() const {
     return impl().rank->stats;
+}
+std::span<const int64_t> Session::wait_ns_by_rank() const {
+    return impl().waits;
 }
 
 // ----------------------------------------------------------------------------------------------------------------- batch

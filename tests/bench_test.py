@@ -67,7 +67,7 @@ class Bench(unittest.TestCase):
         row = 96 * 2
         self.assertEqual(of["limit", "dispatch"]["bytes_per_rank"], 256 * 3 * row)
         self.assertEqual(of["packed", "dispatch"]["bytes_per_rank"], 256 * 3 * (row + 12))  # with source info
-        self.assertEqual(of["in_place", "dispatch"]["bytes_per_rank"], 256 * 3 * 12)  # nothing else moves
+        self.assertEqual(of["in_place", "dispatch"]["bytes_per_rank"], 256 * 3 * 4)  # topk_ids; nothing else moves
         self.assertEqual(of["sample", "dispatch"]["bytes_per_rank"], 2 * 256 * 3 * (row + 12))  # window, then copy
         self.assertEqual(of["packed", "dispatch"]["allocations"], 0)
         self.assertEqual(of["limit", "dispatch"]["of_limit"], 1)

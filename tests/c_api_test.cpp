@@ -526,6 +526,12 @@ TEST(CApi, ASessionTellsWhatItIsAndWhatItDid) {
     EXPECT_GE(stats.bytes_sent_peers, 32U);
     EXPECT_LT(stats.bytes_sent_peers, stats.bytes_sent);
     EXPECT_EQ(stats.bytes_home, 64U);
+    int64_t waits[3] = {-1, -1, -1};
+    ASSERT_DONE(sy_session_waits(ranks[0], waits, 3));
+    EXPECT_EQ(waits[0] + waits[1] + waits[2], stats.wait_ns_counts + stats.wait_ns_rows + stats.wait_ns_returned);
+    EXPECT_REFUSED(SY_BAD_INPUT, "count is 2", sy_session_waits(ranks[0], waits, 2));
+    EXPECT_REFUSED(SY_BAD_INPUT, "wait_ns is null", sy_session_waits(ranks[0], nullptr, 3));
+    EXPECT_REFUSED(SY_BAD_INPUT, "session is null", sy_session_waits(nullptr, waits, 3));
     EXPECT_REFUSED(SY_BAD_INPUT, "session is null", sy_session_get(nullptr, &info));
     EXPECT_REFUSED(SY_BAD_INPUT, "info is null", sy_session_get(ranks[0], nullptr));
     EXPECT_REFUSED(SY_BAD_INPUT, "session is null", sy_session_options(nullptr, &used));

@@ -221,6 +221,37 @@ TEST_P(Tampered, OwnCountsInTheWindowAreNeverReadBack) {
 }
 INSTANTIATE_TEST_SUITE_P(Landings, Tampered, testing::Values(Landing::packed, Landing::padded, Landing::in_place));
 
+TEST(Tampered, IdsThatAreNotThoseCountedAreCorruptAndWriteNothing) {
+    // An expert of rank 0 more, one less, one too many of another of its experts, and no expert at all.
+    const Options o = options_with(Landing::in_place, Format::none, Format::none);
+    const ExpertRange range = experts_of(0, 3, o.experts);
+    ASSERT_GE(range.count(), 2);
+    int tried = 0;
+    for (const int32_t instead : {0, 1, static_cast<int32_t>(o.experts) - 1, -1, std::numeric_limits<int32_t>::min(),
+                                  std::numeric_limits<int32_t>::max()}) {
+        std::vector<Player> players = players_over(o, true);
+        for (Player& p : players) ASSERT_TRUE(p.rank->connect().ok());
+        for (Player& p : players) p.start(1);
+        for (Player& p : players) p.dispatch.poll(*p.rank, p.flight, true);
+        Player& p = players[0];
+        const layout::Window& w = players[2].rank->window;
+        std::byte* ids = players[2].rank->own(w.slot(players[2].flight.slot) + w.x_ids);
+        for (int64_t i = 0; i < players[2].tokens * o.topk; ++i) {
+            int32_t id;
+            std::memcpy(&id, ids + 4 * i, 4);
+            const bool to_rank_0 = id >= range.first && id < range.last, was = instead >= range.first && instead < range.last;
+            if (id == instead || (!to_rank_0 && !was)) continue;
+            std::memcpy(ids + 4 * i, &instead, 4);
+            ++tried;
+            break;
+        }
+        EXPECT_EQ(finish([&] { return p.dispatch.poll(*p.rank, p.flight, true); }), ep::Progress::failed) << instead;
+        EXPECT_EQ(p.dispatch.status().code(), Code::corrupt) << p.dispatch.status().text();
+        EXPECT_NE(p.dispatch.status().text().find("rank 2"), std::string::npos) << p.dispatch.status().text();
+    }
+    EXPECT_EQ(tried, 6);
+}
+
 TEST(Tampered, SourceInfoThatPointsNowhereIsCorruptAndWritesNothing) {
     for (const Landing landing : {Landing::packed, Landing::in_place})
         for (const auto& [field, value] : {std::pair{0, 3}, std::pair{0, -2}, std::pair{1, 6}, std::pair{1, -1},

@@ -453,10 +453,12 @@ TEST(Window, PartsStartOnPagesAndDoNotOverlap) {
                       {"home", w.home, homes * u(w.home_row.stride)},
                       {"landing", w.landing, cells * u(w.cell.stride)},
                       {"x", w.x, s.in_place ? u(s.tokens_max) * row.payload : 0},
-                      {"x_scales", w.x_scales, s.in_place ? u(s.tokens_max) * row.scales : 0}},
+                      {"x_scales", w.x_scales, s.in_place ? u(s.tokens_max) * row.scales : 0},
+                      {"x_ids", w.x_ids, s.in_place ? u(s.tokens_max * s.topk) * 4 : 0},
+                      {"x_weights", w.x_weights, s.in_place && s.weights ? u(s.tokens_max * s.topk) * 4 : 0}},
                      w.slot_bytes);
-        for (const uint64_t part :
-             {w.counts, w.expand_x, w.scales, w.source_info, w.weights, w.y, w.home, w.landing, w.x, w.x_scales})
+        for (const uint64_t part : {w.counts, w.expand_x, w.scales, w.source_info, w.weights, w.y, w.home, w.landing, w.x,
+                                    w.x_scales, w.x_ids, w.x_weights})
             EXPECT_EQ(part % layout::page_bytes, 0U);
 
         // The last of each kind, by the functions that compute addresses.
@@ -550,7 +552,11 @@ TEST(Window, SizeIsTheSumOrTheLimitIsSeenInEveryDimension) {
                     pages(u(s.rows_max) * u(s.hidden) * token_bytes(s.token));
         if (s.push) slot += pages(u(s.tokens_max * s.topk) * u(w.home_row.stride));
         if (s.padded) slot += pages(u(s.experts_per_rank) * u(s.ranks) * u(s.tokens_max * s.topk) * u(w.cell.stride));
-        if (s.in_place) slot += pages(u(s.tokens_max) * row.payload) + pages(u(s.tokens_max) * row.scales);
+        if (s.in_place) {
+            const Wide words = pages(u(s.tokens_max * s.topk) * 4);
+            slot += pages(u(s.tokens_max) * row.payload) + pages(u(s.tokens_max) * row.scales) + words;
+            if (s.weights) slot += words;
+        }
         const Wide state = 4096 + 64 + u(s.ranks) * 64 + u(s.ranks) * u(s.depth) * (64 + 2 * 512);
         const Wide all = pages(state) + slot * u(s.depth);
         if (all > layout::Region::limit) {

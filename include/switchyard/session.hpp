@@ -124,7 +124,7 @@ struct SessionStats {
     uint64_t bytes_sent_peers = 0;  ///< the part of it that went to other ranks
     uint64_t bytes_home = 0;        ///< bytes of experts' rows read (or pushed) by combine
     int64_t wait_ns_counts = 0;     ///< waiting for the peers' counts (and for a slot)
-    int64_t wait_ns_rows = 0;       ///< waiting for the peers' rows
+    int64_t wait_ns_rows = 0;       ///< waiting for the peers' rows (padded, in_place: counts come with them)
     int64_t wait_ns_returned = 0;   ///< waiting for the experts' output
 };
 
@@ -173,6 +173,11 @@ class SY_API Session {
     int64_t experts_local() const;   ///< L
     int64_t window_bytes() const;    ///< address space reserved per rank; only touched pages cost memory
     SessionStats stats() const;
+
+    /// [R] nanoseconds this rank has stood waiting while that rank was the next one it lacked, since the session opened: row
+    /// `rank()` of the group's wait matrix. The sum is that of the three wait_ns in stats(). Of several late ranks one at a
+    /// time is counted, so a slow rank stands out in its column on all others. A view, valid as long as the session.
+    std::span<const int64_t> wait_ns_by_rank() const;
 
  private:
     struct Impl;

@@ -254,6 +254,10 @@ SY_API int32_t sy_session_get(const sy_session* session, sy_session_info* info);
 SY_API int32_t sy_session_options(const sy_session* session, sy_options* options);
 SY_API int32_t sy_session_stats(const sy_session* session, sy_stats* stats);
 
+/* Fills wait_ns [R] with the nanoseconds this rank has stood waiting while that rank was the next one it lacked, since the
+ * session opened. SY_BAD_INPUT when `count` is not R. Works on a closed session. */
+SY_API int32_t sy_session_waits(const sy_session* session, int64_t* wait_ns, int64_t count);
+
 /* ----------------------------------------------------------------------------------------------------- dispatch, combine */
 
 /* The rows this rank received in one dispatch: a ticket, to be handed on and copied as it is. All copies end together, with

@@ -17,6 +17,8 @@ class CombineStep {
     /// Ends the epoch without a text, when an exception has broken it off. Does not allocate.
     void abandon(Rank& rank, Flight& flight);
 
+    /// A rank that is still awaited, or -1.
+    int awaited() const { return await_.first_awaited(); }
     const Status& status() const { return status_; }
     /// This rank alone failed (its deadline, or a death only it may have seen) after it had offered y: the others may have
     /// finished. They must hear of it in the next dispatch.

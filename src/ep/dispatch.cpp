@@ -79,16 +79,21 @@ Progress DispatchStep::poll(Rank& rank, Flight& flight, bool thorough) {
     }
 }
 
-// My counts, or my refusal. With padded landing the rows go out with them.
+// My counts, or my refusal. With padded and in_place landing the rows need no counts of others, and go out with mine.
 void DispatchStep::after_gate(Rank& rank, Flight& flight) {
-    const bool padded = rank.options.landing == Landing::padded;
+    const Landing landing = rank.options.landing;
     send_counts(rank, flight, args_);
-    if (!verdict_.ok()) send_reason(rank, flight, verdict_);
-    if (padded && verdict_.ok()) send_cells(rank, flight, args_);
-    const Flag flag = padded ? Flag::arrived : Flag::counted;
+    if (!verdict_.ok())
+        send_reason(rank, flight, verdict_);
+    else if (landing == Landing::padded)
+        send_cells(rank, flight, args_);
+    else if (landing == Landing::in_place)
+        offer_in_place(rank, flight, args_);
+    const bool counts_first = landing == Landing::packed;
+    const Flag flag = counts_first ? Flag::counted : Flag::arrived;
     raise_all(rank, flag, flight.slot, Word::of(flight.epoch, static_cast<uint32_t>(verdict_.code()), rank.me()));
     await_.begin(rank, flight, flag);
-    phase_ = padded ? Phase::rows : Phase::counts;
+    phase_ = counts_first ? Phase::counts : Phase::rows;
 }
 
 // All counts are there: any refusal or excess ends the epoch on every rank, for the same reason, before a row has moved.
@@ -96,10 +101,7 @@ Progress DispatchStep::after_counts(Rank& rank, Flight& flight) {
     if (await_.refuser() >= 0) return end(rank, flight, refusal(rank, flight), await_.refuser());
     if (Status s = take_counts(rank, flight, args_.tag); !s.ok()) return end(rank, flight, std::move(s), no_culprit);
     fill_places(rank, flight, args_.topk_ids);
-    if (rank.options.landing == Landing::in_place)
-        send_in_place(rank, flight, args_);
-    else
-        send_rows(rank, flight, args_);
+    send_rows(rank, flight, args_);
     for (int p = 0; p < rank.ranks(); ++p) {
         nothing_to_[static_cast<size_t>(p)] = flight.rows_between(rank.me(), p) == 0;
         nothing_from_[static_cast<size_t>(p)] = flight.rows_between(p, rank.me()) == 0;
@@ -113,12 +115,15 @@ Progress DispatchStep::after_counts(Rank& rank, Flight& flight) {
 }
 
 Progress DispatchStep::after_rows(Rank& rank, Flight& flight) {
-    if (rank.options.landing == Landing::padded) {
+    if (rank.options.landing != Landing::packed) {
         if (await_.refuser() >= 0) return end(rank, flight, refusal(rank, flight), await_.refuser());
         if (Status s = take_counts(rank, flight, args_.tag); !s.ok()) return end(rank, flight, std::move(s), no_culprit);
         fill_places(rank, flight, args_.topk_ids);
         fill_results(rank, flight);
-        close_gaps(rank, flight);
+        if (rank.options.landing == Landing::padded)
+            close_gaps(rank, flight);
+        else if (Status s = find_sources(rank, flight); !s.ok())
+            return end(rank, flight, std::move(s), no_culprit);
         write_pad_rows(rank, flight);
     }
     phase_ = Phase::ended;
@@ -150,7 +155,7 @@ void DispatchStep::abandon(Rank& rank, Flight& flight) {
 void DispatchStep::give_up(Rank& rank, Flight& flight, int64_t waited_ms) {
     std::string owed;
     const int first = await_.first_awaited();
-    if (phase_ == Phase::rows && rank.options.landing != Landing::padded && first >= 0)
+    if (phase_ == Phase::rows && rank.options.landing == Landing::packed && first >= 0)
         owed = fmt::format(" Rank {} owes {} rows.", first, flight.rows_between(first, rank.me()));
     const Status why(Code::timed_out,
                      fmt::format("dispatch {} timed out on rank {} after {} ms waiting for {}.{} Raise timeout_ms if that rank "

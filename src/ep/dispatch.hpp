@@ -2,7 +2,7 @@
 //
 //   gate     every rank has closed the epoch that used this slot before
 //   counts   packed: my count row is out; the rows follow when all count rows are there
-//   rows     my rows are out; the batch is ready when all rows are there
+//   rows     my rows are out (padded, in_place: with my counts, at once); the batch is ready when all rows are there
 //
 // Any failure leaves the epoch: `gone` is raised, so that no other rank waits for this one.
 #pragma once
@@ -31,6 +31,8 @@ class DispatchStep {
     void abandon(Rank& rank, Flight& flight);
 
     Phase phase() const { return phase_; }
+    /// A rank that is still awaited, or -1.
+    int awaited() const { return await_.first_awaited(); }
     const Status& status() const { return status_; }
 
  private:

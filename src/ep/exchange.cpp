@@ -1,7 +1,6 @@
 #include "ep/exchange.hpp"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -40,15 +39,8 @@ class RowWriter {
         const uint64_t base = w.slot(slot);
         write(at.rank, base + w.expand_x + row * payload_bytes_, payload, payload_bytes_, move_);
         if (scale_bytes_) write(at.rank, base + w.scales + row * scale_bytes_, scales, scale_bytes_, rank_.kernels.copy);
-        tell(slot, at, info);
-    }
-
-    /// Source info and weight only.
-    void tell(uint64_t slot, RowPlace at, const Info& info) const {
-        const auto row = static_cast<uint64_t>(at.row);
-        const layout::Window& w = rank_.window;
-        write(at.rank, w.slot(slot) + w.source_info + row * 12, &info, 12, rank_.kernels.copy);
-        if (w.shape.weights) write(at.rank, w.slot(slot) + w.weights + row * 4, &info.weight, 4, rank_.kernels.copy);
+        write(at.rank, base + w.source_info + row * 12, &info, 12, rank_.kernels.copy);
+        if (w.shape.weights) write(at.rank, base + w.weights + row * 4, &info.weight, 4, rank_.kernels.copy);
     }
 
     void to_cell(int target, uint64_t cell, const std::byte* payload, const std::byte* scales, const Info& info) const {
@@ -71,16 +63,10 @@ class RowWriter {
     const size_t scale_bytes_;
 };
 
-// Where an encoded row is to lie.
-struct Encoded {
-    std::byte* payload;
-    std::byte* scales;
-};
-
-// Encodes every token that has a used slot once, into the place that encoded_to(worker, token) gives, and hands it to
-// send(token, k, payload, scales, info) for each used slot.
-template <class EncodedTo, class Send>
-void each_row(Rank& rank, const DispatchArgs& args, EncodedTo encoded_to, Send send) {
+// Encodes every token that has a used slot once, into its worker's own memory, and hands it to
+// send(token, k, payload, scales, info) for each used slot: the row is written on from there while it is in cache.
+template <class Send>
+void each_row(Rank& rank, const DispatchArgs& args, Send send) {
     const layout::Window& w = rank.window;
     const int64_t topk = w.shape.topk;
     const int64_t stride = (args.row_stride ? args.row_stride : w.shape.hidden) * layout::token_bytes(w.shape.token);
@@ -97,10 +83,11 @@ void each_row(Rank& rank, const DispatchArgs& args, EncodedTo encoded_to, Send s
                 for (int64_t k = 0; k < topk; ++k) {
                     if (ids[k] < 0) continue;
                     if (!encoded) {
-                        const Encoded to = encoded_to(worker, t);
-                        rank.kernels.encode(format, w.shape.token, payload, w.shape.hidden, to.payload, to.scales);
-                        payload = to.payload;
-                        scales = to.scales;
+                        std::byte* scratch = rank.scratch[static_cast<size_t>(worker)].data();
+                        std::byte* scratch_scales = scratch + w.cell.scales_at;
+                        rank.kernels.encode(format, w.shape.token, payload, w.shape.hidden, scratch, scratch_scales);
+                        payload = scratch;
+                        scales = scratch_scales;
                         encoded = true;
                     }
                     const float weight = w.shape.weights ? args.topk_weights[t * topk + k] : 1.0F;
@@ -111,16 +98,10 @@ void each_row(Rank& rank, const DispatchArgs& args, EncodedTo encoded_to, Send s
         [&](int64_t) { rank.kernels.fence(); });
 }
 
-// Into the worker's own memory: the row is written on from there while it is in cache.
-auto to_scratch(Rank& rank) {
-    return [&rank](int64_t worker, int64_t) {
-        std::byte* scratch = rank.scratch[static_cast<size_t>(worker)].data();
-        return Encoded{scratch, scratch + rank.window.cell.scales_at};
-    };
-}
-
-// Counts what was written: `row_bytes` for each row, and `own_bytes` besides into this rank's own window.
-void note_sent(Rank& rank, const Flight& flight, int64_t row_bytes, int64_t own_bytes = 0) {
+// Counts the rows that were written.
+void note_sent(Rank& rank, const Flight& flight) {
+    const int64_t row_bytes =
+        rank.window.row.payload_bytes + rank.window.row.scale_bytes() + (rank.window.shape.weights ? 16 : 12);
     int64_t rows = 0, to_peers = 0;
     for (int p = 0; p < rank.ranks(); ++p) {
         const int64_t n = flight.rows_between(rank.me(), p);
@@ -128,15 +109,8 @@ void note_sent(Rank& rank, const Flight& flight, int64_t row_bytes, int64_t own_
         if (p != rank.me()) to_peers += n;
     }
     rank.stats.rows_sent += static_cast<uint64_t>(rows);
-    rank.stats.bytes_sent += static_cast<uint64_t>(rows * row_bytes + own_bytes);
+    rank.stats.bytes_sent += static_cast<uint64_t>(rows * row_bytes);
     rank.stats.bytes_sent_peers += static_cast<uint64_t>(to_peers * row_bytes);
-}
-
-int64_t info_bytes(const layout::Window& w) {
-    return w.shape.weights ? 16 : 12;
-}
-int64_t row_bytes(const layout::Window& w) {
-    return w.row.payload_bytes + w.row.scale_bytes() + info_bytes(w);
 }
 
 Status tags_differ(const Flight& flight, uint64_t first_tag, int rank, uint64_t tag) {
@@ -195,8 +169,7 @@ Rank::Rank(Transport& link_in, const layout::Window& window_in, const quant::Ker
       kernels(kernels_in),
       workers(workers_in),
       options(options_in),
-      placement(Placement::contiguous(link_in.size(), options_in.experts)),
-      process(getpid()) {
+      placement(Placement::contiguous(link_in.size(), options_in.experts)) {
     base.resize(static_cast<size_t>(link.size()));
     const auto row = static_cast<size_t>(std::max(window.cell.stride, window.home_row.stride));
     scratch.assign(static_cast<size_t>(workers.count()), std::vector<std::byte>(row));
@@ -221,10 +194,6 @@ Status Rank::connect() {
     return {};
 }
 
-bool Rank::here() const {
-    return getpid() == process;
-}
-
 void Flight::allocate(Rank& of) {
     rank = &of;
     const layout::WindowShape& s = of.window.shape;
@@ -237,6 +206,7 @@ void Flight::allocate(Rank& of) {
     rows_of.resize(ranks);
     places.resize(static_cast<size_t>(s.tokens_max * s.topk));
     next.resize(experts);
+    ends.resize(experts);
     expert_token_nums.resize(local);
     expert_offsets.resize(local + 1);
     ep_recv_count.resize(local * ranks);
@@ -340,11 +310,10 @@ void fill_results(Rank& rank, Flight& flight) {
 void send_rows(Rank& rank, Flight& flight, const DispatchArgs& args) {
     const int64_t topk = rank.window.shape.topk;
     const RowWriter writer(rank, args.tokens * topk * rank.window.row.payload_bytes);
-    each_row(rank, args, to_scratch(rank),
-             [&](int64_t t, int64_t k, const std::byte* payload, const std::byte* scales, const Info& info) {
-                 writer.to_final_place(flight.slot, flight.places[static_cast<size_t>(t * topk + k)], payload, scales, info);
-             });
-    note_sent(rank, flight, row_bytes(rank.window));
+    each_row(rank, args, [&](int64_t t, int64_t k, const std::byte* payload, const std::byte* scales, const Info& info) {
+        writer.to_final_place(flight.slot, flight.places[static_cast<size_t>(t * topk + k)], payload, scales, info);
+    });
+    note_sent(rank, flight);
 }
 
 void send_cells(Rank& rank, Flight& flight, const DispatchArgs& args) {
@@ -353,14 +322,12 @@ void send_cells(Rank& rank, Flight& flight, const DispatchArgs& args) {
     std::fill(flight.next.begin(), flight.next.end(), 0);  // a place is just the number among my rows for that expert
     number_rows(rank.placement, args.topk_ids, args.tokens * topk, flight.next, flight.places.data());
     const RowWriter writer(rank, args.tokens * topk * w.row.payload_bytes);
-    each_row(rank, args, to_scratch(rank),
-             [&](int64_t t, int64_t k, const std::byte* payload, const std::byte* scales, const Info& info) {
-                 const RowPlace place = flight.places[static_cast<size_t>(t * topk + k)];
-                 const int64_t local =
-                     args.topk_ids[t * topk + k] - rank.placement.of_rank[static_cast<size_t>(place.rank)].first;
-                 writer.to_cell(place.rank, w.cell_at(flight.slot, local, rank.me(), place.row), payload, scales, info);
-             });
-    note_sent(rank, flight, row_bytes(rank.window));
+    each_row(rank, args, [&](int64_t t, int64_t k, const std::byte* payload, const std::byte* scales, const Info& info) {
+        const RowPlace place = flight.places[static_cast<size_t>(t * topk + k)];
+        const int64_t local = args.topk_ids[t * topk + k] - rank.placement.of_rank[static_cast<size_t>(place.rank)].first;
+        writer.to_cell(place.rank, w.cell_at(flight.slot, local, rank.me(), place.row), payload, scales, info);
+    });
+    note_sent(rank, flight);
 }
 
 void close_gaps(Rank& rank, Flight& flight) {
@@ -392,32 +359,106 @@ void close_gaps(Rank& rank, Flight& flight) {
         [&](int64_t) { rank.kernels.fence(); });
 }
 
-void send_in_place(Rank& rank, Flight& flight, const DispatchArgs& args) {
+void offer_in_place(Rank& rank, Flight& flight, const DispatchArgs& args) {
     const layout::Window& w = rank.window;
     const int64_t topk = w.shape.topk;
+    const RowFormat format = rank.options.dispatch_format();
     const auto payload_bytes = static_cast<size_t>(w.row.payload_bytes);
-    std::byte* x = rank.own(w.slot(flight.slot) + w.x);
-    std::byte* x_scales = rank.own(w.slot(flight.slot) + w.x_scales);
-    const bool copied = rank.options.dispatch_quant != Format::none;  // by the encoder
-    const bool dense = args.row_stride == 0 || args.row_stride == w.shape.hidden;
-    const bool there = copied || (args.x == x && dense);  // else each token is copied at its first used slot
-    const RowWriter writer(rank, 0);
-    const auto to_home = [&](int64_t, int64_t t) {
-        const auto at = static_cast<size_t>(t);
-        return Encoded{x + at * payload_bytes, x_scales + at * static_cast<size_t>(w.row.scale_bytes())};
-    };
-    each_row(rank, args, to_home, [&](int64_t t, int64_t k, const std::byte* payload, const std::byte*, const Info& info) {
-        const int32_t* ids = args.topk_ids + t * topk;
-        bool first = !there;
-        for (int64_t i = 0; first && i < k; ++i) first = ids[i] < 0;
-        if (first) rank.kernels.copy(x + static_cast<size_t>(t) * payload_bytes, payload, payload_bytes);
-        writer.tell(flight.slot, flight.places[static_cast<size_t>(t * topk + k)], info);
-    });
-    int64_t tokens_written = 0;
-    for (int64_t t = 0; t < args.tokens && (copied || !there); ++t)
-        tokens_written +=
-            std::any_of(args.topk_ids + t * topk, args.topk_ids + (t + 1) * topk, [](int32_t id) { return id >= 0; });
-    note_sent(rank, flight, info_bytes(w), tokens_written * (row_bytes(w) - info_bytes(w)));
+    const auto scale_bytes = static_cast<size_t>(w.row.scale_bytes());
+    const int64_t stride = (args.row_stride ? args.row_stride : w.shape.hidden) * layout::token_bytes(w.shape.token);
+    const auto* from = static_cast<const std::byte*>(args.x);
+    const uint64_t slot = w.slot(flight.slot);
+    std::byte* x = rank.own(slot + w.x);
+    std::byte* scales = rank.own(slot + w.x_scales);
+
+    int64_t written = 0;
+    const bool there = from == x && (args.tokens <= 1 || stride == w.row.payload_bytes) && format.format == Format::none;
+    if (!there) {
+        std::atomic<int64_t> tokens{0};
+        rank.workers.split(
+            args.tokens, grain_of(rank, args.tokens),
+            [&](int64_t, int64_t first, int64_t last) {
+                int64_t mine = 0;
+                for (int64_t t = first; t < last; ++t) {
+                    const int32_t* ids = args.topk_ids + t * topk;
+                    if (std::all_of(ids, ids + topk, [](int32_t id) { return id < 0; })) continue;
+                    const auto at = static_cast<size_t>(t);
+                    if (format.format == Format::none)
+                        rank.kernels.copy(x + at * payload_bytes, from + t * stride, payload_bytes);
+                    else
+                        rank.kernels.encode(format, w.shape.token, from + t * stride, w.shape.hidden, x + at * payload_bytes,
+                                            scales + at * scale_bytes);
+                    ++mine;
+                }
+                tokens.fetch_add(mine, std::memory_order_relaxed);  // read after the workers have been joined
+            },
+            [](int64_t) {});
+        written = tokens.load(std::memory_order_relaxed);
+    }
+    const auto slots = static_cast<size_t>(args.tokens * topk);
+    if (slots) std::memcpy(rank.own(slot + w.x_ids), args.topk_ids, 4 * slots);
+    if (slots && w.shape.weights) std::memcpy(rank.own(slot + w.x_weights), args.topk_weights, 4 * slots);
+
+    rank.stats.rows_sent +=
+        static_cast<uint64_t>(std::count_if(args.topk_ids, args.topk_ids + slots, [](int32_t id) { return id >= 0; }));
+    rank.stats.bytes_sent += static_cast<uint64_t>(written * (w.row.payload_bytes + w.row.scale_bytes())) +
+                             slots * (w.shape.weights ? 8 : 4);  // none of it to a peer
+}
+
+Status find_sources(Rank& rank, Flight& flight) {
+    const layout::Window& w = rank.window;
+    const ExpertRange range = rank.placement.of_rank[static_cast<size_t>(rank.me())];
+    const auto topk = static_cast<uint32_t>(w.shape.topk);
+    const uint64_t slot = w.slot(flight.slot);
+    std::byte* infos = rank.own(slot + w.source_info);
+    std::byte* weights = rank.own(slot + w.weights);
+    // Of each local expert: the next row, and the first row that no longer belongs to the source at hand.
+    const std::span<int32_t> next(flight.next), end(flight.ends);
+    for (int64_t e = range.first; e < range.last; ++e)
+        next[static_cast<size_t>(e)] = end[static_cast<size_t>(e)] =
+            static_cast<int32_t>(flight.expert_first[static_cast<size_t>(e)]);
+    for (int q = 0; q < rank.ranks(); ++q) {
+        int64_t expected = 0;
+        for (int64_t e = range.first; e < range.last; ++e) {
+            expected += flight.count(q, e);
+            end[static_cast<size_t>(e)] += flight.count(q, e);
+        }
+        if (expected == 0) continue;
+        const std::byte* home = rank.base[static_cast<size_t>(q)] + slot;
+        const auto* ids = reinterpret_cast<const int32_t*>(home + w.x_ids);
+        const auto slots = static_cast<uint32_t>(flight.source_tokens[static_cast<size_t>(q)] * w.shape.topk);
+        const auto differs = [&] {
+            return Status(Code::corrupt, fmt::format("dispatch {}: the topk_ids of rank {} are not those it counted. A process "
+                                                     "of this group does not follow the window format.",
+                                                     flight.epoch, q));
+        };
+        int64_t found = 0;
+        constexpr uint32_t block = 512;
+        uint16_t hits[block];
+        for (uint32_t start = 0; start < slots; start += block) {
+            const uint32_t n = std::min(block, slots - start);
+            // Without a branch: one id in R is a hit, at random.
+            uint32_t hit = 0;
+            for (uint32_t i = 0; i < n; ++i) {
+                hits[hit] = static_cast<uint16_t>(i);
+                hit += static_cast<uint32_t>(ids[start + i]) - static_cast<uint32_t>(range.first) <
+                       static_cast<uint32_t>(range.count());
+            }
+            for (uint32_t h = 0; h < hit; ++h) {
+                const uint32_t i = start + hits[h];
+                const int32_t e = ids[i];  // read again: another process may have changed it
+                if (e < range.first || e >= range.last || next[static_cast<size_t>(e)] >= end[static_cast<size_t>(e)])
+                    return differs();
+                const auto row = static_cast<size_t>(next[static_cast<size_t>(e)]++);
+                const int32_t info[3] = {q, static_cast<int32_t>(i / topk), static_cast<int32_t>(i % topk)};
+                std::memcpy(infos + row * 12, info, 12);
+                if (w.shape.weights) std::memcpy(weights + row * 4, home + w.x_weights + size_t{i} * 4, 4);
+            }
+            found += hit;
+        }
+        if (found != expected) return differs();
+    }
+    return {};
 }
 
 Status find_row(const Flight& flight, int64_t row, ExpertBatch::Row* found) {

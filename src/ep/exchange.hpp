@@ -4,7 +4,8 @@
 // Flight  one dispatch/combine pair in its slot: the exchange, and the results handed to the caller. All memory at open.
 //
 // Dispatch moves rows out:   token --encode once--> row --write K times--> expand_x of the owners (packed) or their landing
-//                            cells (padded, closed up by close_gaps); in_place: one copy in this rank's own window, read there.
+//                            cells (padded, closed up by close_gaps); in_place: one copy in this rank's own window, with the
+//                            ids, read there by the owners.
 // Combine brings them home:  sum_read reads y where the experts wrote it; push_home writes it to home rows, sum_home sums them.
 #pragma once
 
@@ -13,6 +14,7 @@
 #include <span>
 #include <vector>
 
+#include "core/process.hpp"
 #include "ep/routing.hpp"
 #include "ep/workers.hpp"
 #include "layout/window.hpp"
@@ -34,7 +36,7 @@ struct Rank {
     Workers& workers;
     Options options;  ///< what is used: no `automatic` left once connected
     const Placement placement;
-    const int process;  ///< that opened the session; a forked child has no windows
+    const Birthplace born;  ///< the process that opened the session; a forked child has no windows
     SessionStats stats;
 
     std::vector<std::byte*> base;                        ///< [R] windows that can be loaded and stored; null = by put
@@ -48,7 +50,7 @@ struct Rank {
     /// that can be loaded and some cannot.
     Status connect();
 
-    bool here() const;  ///< in that process
+    bool here() const { return born.here(); }
     int me() const { return link.rank(); }
     int ranks() const { return link.size(); }
     std::byte* own() const { return base[static_cast<size_t>(link.rank())]; }
@@ -70,7 +72,7 @@ struct Flight {
     std::vector<int64_t> expert_first;   ///< [E] first row of each expert at its owner
     std::vector<int64_t> rows_of;        ///< [R] rows each rank receives, pad rows included
     std::vector<RowPlace> places;        ///< [tokens_max * K] of my rows
-    std::vector<int32_t> next;           ///< [E] scratch
+    std::vector<int32_t> next, ends;     ///< [E] scratch
 
     // Results
     std::vector<int64_t> expert_token_nums;  ///< [L]
@@ -106,9 +108,12 @@ void send_cells(Rank& rank, Flight& flight, const DispatchArgs& args);
 /// padded: copies the cells that arrived to expand_x, scales, source info, weights, in order.
 void close_gaps(Rank& rank, Flight& flight);
 
-/// in_place: encodes each token once into this rank's own window, and tells the owners of its rows where it lies. Nothing is
-/// copied when args.x is that place (Session::x).
-void send_in_place(Rank& rank, Flight& flight, const DispatchArgs& args);
+/// in_place: encodes each token once into this rank's own window, and lays its topk_ids beside. Needs no counts of other ranks.
+/// The tokens are not copied when args.x is that place (Session::x).
+void offer_in_place(Rank& rank, Flight& flight, const DispatchArgs& args);
+/// in_place: reads every rank's topk_ids where they lie and fills source info and weights of the rows they send here. corrupt
+/// names a rank whose ids are not those it counted.
+Status find_sources(Rank& rank, Flight& flight);
 /// in_place: the row's payload and scales at its home. corrupt when the source info, which another rank wrote, points nowhere.
 Status find_row(const Flight& flight, int64_t row, ExpertBatch::Row* found);
 /// in_place: copies all rows to expand_x and scales, once.

@@ -15,7 +15,7 @@
 namespace switchyard::layout {
 
 inline constexpr uint64_t window_magic = 0x4452415943545753;  // "SWTCYARD" in memory order
-inline constexpr uint32_t window_version = 1;
+inline constexpr uint32_t window_version = 2;
 inline constexpr uint64_t page_bytes = 4096;
 inline constexpr uint64_t line_bytes = 64;
 
@@ -86,7 +86,7 @@ struct Window {
     int64_t cell_rows;  ///< rows of one (expert, source) cell: every row a source can send
 
     uint64_t bell, members, flags, reasons, slots;
-    uint64_t counts, count_stride, expand_x, scales, source_info, weights, y, home, landing, x, x_scales;
+    uint64_t counts, count_stride, expand_x, scales, source_info, weights, y, home, landing, x, x_scales, x_ids, x_weights;
     uint64_t slot_bytes;
     uint64_t bytes;  ///< of the whole window; Region::limit_exceeded when no address space could hold it
 
@@ -150,6 +150,8 @@ SY_HD constexpr Window window_of(const WindowShape& s) {
     const uint64_t tokens = s.in_place ? static_cast<uint64_t>(s.tokens_max) : 0;
     w.x = slot.take(tokens, static_cast<uint64_t>(w.row.payload_bytes), page_bytes);
     w.x_scales = slot.take(tokens, static_cast<uint64_t>(w.row.scale_bytes()), page_bytes);
+    w.x_ids = slot.take(s.in_place ? static_cast<uint64_t>(w.cell_rows) : 0, 4, page_bytes);
+    w.x_weights = slot.take(s.in_place && s.weights ? static_cast<uint64_t>(w.cell_rows) : 0, 4, page_bytes);
     slot.take(0, 0, page_bytes);
     w.slot_bytes = slot.bytes();
 
