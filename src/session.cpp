@@ -130,21 +130,32 @@ int usable_cpus() {
     return std::max(cpus, 1);
 }
 
-// Polls a step until it ends. Between two looks it spins while every rank can have a CPU of its own; else, or after that, it
-// lets others run, and in the end it sleeps, in slices.
+// How long a wait keeps its CPU busy before it sleeps.
+struct Patience {
+    int64_t spin_ns = 0;
+    int64_t yield_ns = 0;
+
+    /// Spinning pays only while nobody who is awaited needs this CPU. Where a few ranks share one, handing it on costs less
+    /// than being woken; where many do, it comes round to ranks that wait as well. Measured: docs/performance.md, "What was
+    /// tried".
+    static Patience of(int64_t threads, int64_t cpus) {
+        if (threads <= cpus) return {200'000, 0};
+        return {0, threads <= 4 * cpus ? 500'000 : 0};
+    }
+};
+
+// Polls a step until it ends; between two looks it spins, then lets others run, then sleeps, in slices.
 class Waiter {
  public:
-    Waiter(Transport& link, int64_t spin_ns) : link_(link), spin_ns_(spin_ns) {}
+    Waiter(Transport& link, Patience patience) : link_(link), patience_(patience) {}
 
     /// poll(thorough) -> Progress; waited(ns) tells how long nothing was done before the next poll; at the deadline
     /// give_up(waited_ms) ends the step. Returns the step's end.
     template <class Poll, class Waited, class GiveUp>
     ep::Progress wait(Deadline deadline, Poll poll, Waited waited, GiveUp give_up) {
-        constexpr int64_t yield_ns = 50'000;      // a switch to a rank that has work costs less than its wake-up later
         constexpr int64_t slice_ns = 10'000'000;  // bounds what a raiser that dies between flag and wake-up can cost
-        int64_t idle_since = now_ns();
-        int64_t spin_until = idle_since + spin_ns_;
-        int64_t yield_until = spin_until + yield_ns;
+        int64_t spin_until = now_ns() + patience_.spin_ns;
+        int64_t yield_until = spin_until + patience_.yield_ns;
         for (;;) {
             ep::Progress progress = poll(false);
             if (progress != ep::Progress::pending) return progress;
@@ -164,8 +175,8 @@ class Waiter {
                 progress = poll(true);
                 if (progress != ep::Progress::pending) return progress;
                 link_.sleep(asleep.ticket, std::min(slice_ns, deadline.at_ns - now));
-                spin_until = now_ns() + std::min<int64_t>(spin_ns_, 20'000);
-                yield_until = spin_until;
+                spin_until = now_ns() + std::min<int64_t>(patience_.spin_ns, 20'000);
+                yield_until = spin_until;  // who has slept once waits for more than a switch
             }
             waited(now_ns() - now);
         }
@@ -186,7 +197,7 @@ class Waiter {
 #endif
     }
     Transport& link_;
-    const int64_t spin_ns_;
+    const Patience patience_;
 };
 
 }  // namespace
@@ -225,7 +236,7 @@ struct Session::Impl {
     ep::Await gate;              // of x()
     std::vector<int64_t> waits;  // [R] ns that this rank lacked only what that rank, and those behind it, owed
     uint64_t last_epoch = 0;
-    int64_t spin_ns = 0;
+    Patience patience;
     Status untold;  // an error of mine that the other ranks must hear of in the next dispatch
     bool connected = false;
     bool closed = false;
@@ -314,8 +325,7 @@ Status Session::Impl::prepare(Options options) {
                             "topk or depth.",
                             options.depth, options.tokens_max, options.topk)};
     }
-    // Spinning pays only while nobody who is awaited needs this CPU.
-    spin_ns = ranks * options.workers <= usable_cpus() ? 200'000 : 0;
+    patience = Patience::of(ranks * options.workers, usable_cpus());
     return {};
 }
 
@@ -428,7 +438,7 @@ ExpertBatch Session::dispatch(const DispatchArgs& args) {
     try {
         s.dispatch.start(*s.rank, flight, args, s.untold);
         s.untold = {};
-        end = Waiter(*s.link, s.spin_ns)
+        end = Waiter(*s.link, s.patience)
                   .wait(
                       deadline, [&](bool thorough) { return s.dispatch.poll(*s.rank, flight, thorough); }, waited,
                       [&](int64_t ms) { s.dispatch.give_up(*s.rank, flight, ms); });
@@ -456,7 +466,7 @@ void* Session::x() {
     const Deadline deadline = s.deadline(0);
     Status late;
     const ep::Progress end =
-        Waiter(*s.link, s.spin_ns)
+        Waiter(*s.link, s.patience)
             .wait(
                 deadline, [&](bool thorough) { return s.gate.poll(*s.rank, thorough); },
                 [&](int64_t ns) {
@@ -500,7 +510,7 @@ void Session::combine(ExpertBatch& batch, const CombineArgs& args) {
     ep::Progress end;
     try {
         s.combine.start(*s.rank, flight, args);
-        end = Waiter(*s.link, s.spin_ns)
+        end = Waiter(*s.link, s.patience)
                   .wait(
                       deadline, [&](bool thorough) { return s.combine.poll(*s.rank, flight, thorough); }, waited,
                       [&](int64_t ms) { s.combine.give_up(*s.rank, flight, ms); });
