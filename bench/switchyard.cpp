@@ -27,9 +27,9 @@ class OurSession final : public Contestant {
 
     std::string settings() const override {
         const Options& o = session_.options();
-        return fmt::format("landing {}, combine path {}, depth {}, workers {}, {} kernels",
+        return fmt::format("landing {}, combine path {}, depth {}, workers {}, {} kernels, {}",
                            option_text(*find_option("landing"), o), option_text(*find_option("combine_path"), o), o.depth,
-                           o.workers, session_.simd_name());
+                           o.workers, session_.simd_name(), session_.memory_text());
     }
 
     void* input() override {

@@ -6,7 +6,8 @@
 //   combine    out[t] = sum over k of weight[t,k] * y(row of t,k)                       Switchyard
 //
 // Started plainly it plays 4 ranks, as processes that it starts itself (or as threads: --threads), and prints where the time
-// went. Started by torchrun, or whatever else sets RANK and WORLD_SIZE, it is one rank of that group.
+// went, for landing packed and landing in_place in turn. Started by torchrun, or whatever else sets RANK and WORLD_SIZE, it is
+// one rank of that group.
 //
 // It also checks itself, and exits with 1 when anything is wrong:
 //   - the rows that arrive, and combine's sums of given rows, equal switchyard::reference bit for bit;
@@ -50,6 +51,7 @@ struct Settings {
     bool residual = false;  // out = x + layer(x)
     std::string dtype = "bf16";
     std::string dispatch_quant = "none";
+    std::vector<std::string> landings = {"packed", "in_place"};  // played in turn, round by round
 };
 
 struct Expert {
@@ -73,6 +75,7 @@ using Tokens = std::vector<std::byte>;  // [T,H] of the token type
 // What one pass through the layer took, in milliseconds, and saw.
 struct Pass {
     double router = 0, dispatch = 0, experts = 0, combine = 0;
+    double moved = 0;     // dispatch + experts + combine: what a landing can change
     int64_t rows = 0;     // received
     float y_largest = 0;  // |y| of this rank's experts
 };
@@ -91,17 +94,25 @@ class Clock {
 
 // -------------------------------------------------------------------------------------------------------------- the layer
 
-Routing route(const Settings& s, const Model& model, TokenType dtype, const Tokens& x);
+Routing route(const Settings& s, const Model& model, TokenType dtype, const std::byte* x);
 void run_experts(const Settings& s, const Model& model, const Session& session, const ExpertBatch& batch, Pass& pass);
 
 // One pass over this rank's tokens. The same for any number of ranks: only the session knows how many there are.
 Pass moe_layer(const Settings& s, const Model& model, Session& session, const Tokens& x, Tokens& out) {
+    // With landing in_place the layer before writes its result to session.x(), and dispatch moves no token at all. A copy
+    // outside the clock stands for that write.
+    const std::byte* tokens = x.data();
+    if (void* place = session.x()) {
+        std::memcpy(place, x.data(), x.size());
+        tokens = static_cast<const std::byte*>(place);
+    }
+
     Pass pass;
     Clock clock;
-    const Routing routing = route(s, model, session.options().dtype, x);
+    const Routing routing = route(s, model, session.options().dtype, tokens);
     pass.router = clock.lap();
 
-    ExpertBatch batch = session.dispatch({.x = x.data(), .tokens = s.tokens, .topk_ids = routing.ids.data()});
+    ExpertBatch batch = session.dispatch({.x = tokens, .tokens = s.tokens, .topk_ids = routing.ids.data()});
     pass.dispatch = clock.lap();
 
     run_experts(s, model, session, batch, pass);
@@ -111,6 +122,7 @@ Pass moe_layer(const Settings& s, const Model& model, Session& session, const To
     session.combine(batch,
                     {.topk_weights = routing.weights.data(), .shared = s.residual ? x.data() : nullptr, .out = out.data()});
     pass.combine = clock.lap();
+    pass.moved = pass.dispatch + pass.experts + pass.combine;
     return pass;
 }
 
@@ -186,8 +198,8 @@ float largest(const float* values, int64_t n) {
 
 // ----------------------------------------------------------------------------------------------------------------- router
 
-Routing route(const Settings& s, const Model& model, TokenType dtype, const Tokens& x) {
-    const std::vector<float> input = load_tokens(dtype, x.data(), s.tokens * s.hidden);
+Routing route(const Settings& s, const Model& model, TokenType dtype, const std::byte* x) {
+    const std::vector<float> input = load_tokens(dtype, x, s.tokens * s.hidden);
     std::vector<float> logits(static_cast<size_t>(s.tokens * s.experts));
     gemm(s.tokens, s.experts, s.hidden, input.data(), model.router.data(), logits.data());
 
@@ -263,14 +275,15 @@ Tokens make_tokens(const Settings& s, TokenType dtype, int rank) {
     return tokens;
 }
 
-Options make_options(const Settings& s) {
+Options make_options(const Settings& s, const std::string& landing) {
     Options options;
     options.hidden = s.hidden;
     options.topk = s.topk;
     options.experts = s.experts;
     options.tokens_max = s.tokens;
     // By name, with a text that says what is allowed.
-    for (const auto& [name, text] : {std::pair{"dtype", s.dtype}, std::pair{"dispatch_quant", s.dispatch_quant}})
+    for (const auto& [name, text] :
+         {std::pair{"dtype", s.dtype}, std::pair{"dispatch_quant", s.dispatch_quant}, {"landing", landing}})
         if (const Status status = set_option(options, *find_option(name), text); !status.ok()) throw Error(status);
     return options;
 }
@@ -297,7 +310,7 @@ void check_exactly(const Settings& s, const Model& model, Session& session) {
     std::vector<reference::RankInput> inputs;
     for (int r = 0; r < session.size(); ++r) {
         x.push_back(make_tokens(s, options.dtype, r));
-        routing.push_back(route(s, model, options.dtype, x.back()));
+        routing.push_back(route(s, model, options.dtype, x.back().data()));
     }
     for (size_t r = 0; r < x.size(); ++r)
         inputs.push_back({x[r].data(), s.tokens, routing[r].ids.data(), routing[r].weights.data()});
@@ -340,12 +353,12 @@ float allowed_difference(TokenType dtype, float y_largest, float out_largest) {
 }
 
 struct Difference {
-    float largest = 0, relative = 0, allowed = 0;
+    float largest = 0, allowed = 0;
 };
 
 // `out`, from this group, against one rank that holds all experts.
 Difference check_against_one_rank(const Settings& s, const Model& model, const Tokens& x, const Tokens& out) {
-    std::vector<Session> alone = Session::open_local(make_options(s), 1);
+    std::vector<Session> alone = Session::open_local(make_options(s, "auto"), 1);
     const TokenType dtype = alone[0].options().dtype;
     Tokens out_alone(x.size());
     const Pass pass = moe_layer(s, model, alone[0], x, out_alone);
@@ -359,7 +372,6 @@ Difference check_against_one_rank(const Settings& s, const Model& model, const T
     require(out_largest > 0 && std::isfinite(out_largest), "the layer on one rank gives nothing, or no numbers");
     Difference d;
     d.largest = largest(apart.data(), n);
-    d.relative = d.largest / out_largest;
     d.allowed = allowed_difference(dtype, pass.y_largest, out_largest);
     require(d.largest <= d.allowed, "the layer differs from one rank with all experts by " + std::to_string(d.largest) +
                                         "; allowed: " + std::to_string(d.allowed));
@@ -380,39 +392,53 @@ double median(std::vector<Pass>& passes, double Pass::*part) {
     return (*middle).*part;
 }
 
-void play_rank(const Settings& s, const Model& model, Session& session) {
-    check_exactly(s, model, session);
-
-    const Tokens x = make_tokens(s, session.options().dtype, session.rank());
-    Tokens out(x.size());
-    std::vector<Pass> passes;
-    moe_layer(s, model, session, x, out);  // first touch of the window's pages
-    for (int i = 0; i < s.rounds; ++i) {
-        barrier(session);
-        passes.push_back(moe_layer(s, model, session, x, out));
+// `sessions`: one per landing, which take turns.
+void play_rank(const Settings& s, const Model& model, std::vector<Session>& sessions) {
+    const TokenType dtype = sessions[0].options().dtype;
+    const Tokens x = make_tokens(s, dtype, sessions[0].rank());
+    std::vector<Tokens> out(sessions.size(), Tokens(x.size()));
+    std::vector<std::vector<Pass>> passes(sessions.size());
+    for (size_t l = 0; l < sessions.size(); ++l) {
+        check_exactly(s, model, sessions[l]);
+        moe_layer(s, model, sessions[l], x, out[l]);  // first touch of the window's pages
     }
-    const Difference d = check_against_one_rank(s, model, x, out);
+    for (int i = 0; i < s.rounds; ++i)
+        for (size_t l = 0; l < sessions.size(); ++l) {
+            barrier(sessions[l]);
+            passes[l].push_back(moe_layer(s, model, sessions[l], x, out[l]));
+        }
+    for (const Tokens& o : out) require(o == out[0], "the landings give different results");
+    const Difference d = check_against_one_rank(s, model, x, out[0]);
 
-    if (session.rank() == 0)
+    Session& first = sessions[0];
+    if (first.rank() == 0)
         std::printf(
             "hidden %ld  ffn %ld  experts %ld  top %ld  %s  dispatch_quant %s  ranks %d  kernels %s\n"
             "median of %d passes in ms, waiting for other ranks included; BLAS on one thread per rank\n\n"
-            "rank  tokens  owned  rows  router  dispatch  experts  combine   max difference  relative   allowed\n",
-            s.hidden, s.ffn, s.experts, s.topk, s.dtype.c_str(), s.dispatch_quant.c_str(), session.size(), session.simd_name(),
+            "landing   rank  tokens  owned  rows  router  dispatch  experts  combine  last three\n",
+            s.hidden, s.ffn, s.experts, s.topk, s.dtype.c_str(), s.dispatch_quant.c_str(), first.size(), first.simd_name(),
             s.rounds);
-    for (int r = 0; r < session.size(); ++r) {  // in turn
-        std::fflush(stdout);
-        barrier(session);
-        if (r == session.rank())
-            std::printf("%4d  %6ld  %5ld  %4ld  %6.2f  %8.2f  %7.2f  %7.2f  %15.2e  %8.1e  %8.1e\n", r, s.tokens,
-                        session.experts_local(), passes.back().rows, median(passes, &Pass::router),
-                        median(passes, &Pass::dispatch), median(passes, &Pass::experts), median(passes, &Pass::combine),
-                        d.largest, d.relative, d.allowed);
-    }
+    for (size_t l = 0; l < sessions.size(); ++l)
+        for (int r = 0; r < first.size(); ++r) {  // in turn
+            std::fflush(stdout);
+            barrier(first);
+            if (r != first.rank()) continue;
+            const double moved = median(passes[l], &Pass::moved);
+            std::printf("%-8s  %4d  %6ld  %5ld  %4ld  %6.2f  %8.2f  %7.2f  %7.2f  %10.2f", s.landings[l].c_str(), r, s.tokens,
+                        first.experts_local(), passes[l].back().rows, median(passes[l], &Pass::router),
+                        median(passes[l], &Pass::dispatch), median(passes[l], &Pass::experts),
+                        median(passes[l], &Pass::combine), moved);
+            if (l > 0) std::printf("  %.2f x %s", moved / median(passes[0], &Pass::moved), s.landings[0].c_str());
+            std::printf("\n");
+        }
     std::fflush(stdout);
-    barrier(session);  // a rank that found something wrong does not come here
-    if (session.rank() == 0)
-        std::printf("\nevery rank: dispatch and combine equal the reference bit for bit, the layer equals one rank's\n");
+    barrier(first);  // a rank that found something wrong does not come here
+    if (first.rank() == 0)
+        std::printf(
+            "\nevery rank and landing: dispatch and combine equal the reference bit for bit, the layer equals one rank's (rank "
+            "0: "
+            "apart by %.2e, allowed %.2e)\n",
+            d.largest, d.allowed);
 }
 
 // ----------------------------------------------------------------------------------------------------------- many ranks
@@ -431,13 +457,17 @@ int exit_code_of(int rank, Play play) {
 
 int play_as_threads(const Settings& s) {
     const Model model = make_model(s);
-    std::vector<Session> sessions = Session::open_local(make_options(s), s.ranks);
+    std::vector<std::vector<Session>> sessions(static_cast<size_t>(s.ranks));  // [rank][landing]
+    for (const std::string& landing : s.landings) {
+        std::vector<Session> group = Session::open_local(make_options(s, landing), s.ranks);
+        for (size_t r = 0; r < group.size(); ++r) sessions[r].push_back(std::move(group[r]));
+    }
     std::vector<int> codes(sessions.size());
     std::vector<std::thread> threads;
     for (size_t r = 0; r < sessions.size(); ++r)
         threads.emplace_back([&, r] {
-            Session session = std::move(sessions[r]);  // ends with the thread, so that no other rank waits for a failed one
-            codes[r] = exit_code_of(session.rank(), [&] { play_rank(s, model, session); });
+            std::vector<Session> own = std::move(sessions[r]);  // end with the thread: no other rank waits for a failed one
+            codes[r] = exit_code_of(static_cast<int>(r), [&] { play_rank(s, model, own); });
         });
     for (std::thread& thread : threads) thread.join();
     return *std::max_element(codes.begin(), codes.end());
@@ -447,8 +477,10 @@ int play_as_one_process(const Settings& s) {
     const int rank = std::atoi(std::getenv("RANK"));
     return exit_code_of(rank, [&] {
         const Model model = make_model(s);
-        Session session = Session::open(make_options(s), Group::from_environment());
-        play_rank(s, model, session);
+        std::vector<Session> sessions;
+        for (const std::string& landing : s.landings)
+            sessions.push_back(Session::open(make_options(s, landing), Group::from_environment(landing)));
+        play_rank(s, model, sessions);
     });
 }
 
@@ -499,12 +531,14 @@ int main(int argc, char** argv) {
     app.add_option("--rounds", s.rounds, "timed passes")->check(CLI::Range(1, 1'000'000));
     app.add_option("--dtype", s.dtype, "type of tokens: bf16, f16 or f32");
     app.add_option("--dispatch-quant", s.dispatch_quant, "number format of rows on their way out");
+    app.add_option("--landing", s.landings, "how rows lie when they arrive; several take turns")->delimiter(',');
     app.add_flag("--threads", s.threads, "ranks as threads of this process");
     app.add_flag("--residual", s.residual, "add x to the result");
     try {
         app.parse(argc, argv);
         if (s.topk > s.experts) throw CLI::ValidationError("--topk", "more experts per token than there are (--experts)");
-        if (const Status status = check_options(make_options(s), s.ranks); !status.ok()) throw Error(status);
+        for (const std::string& landing : s.landings)
+            if (const Status status = check_options(make_options(s, landing), s.ranks); !status.ok()) throw Error(status);
     } catch (const CLI::ParseError& error) {
         return app.exit(error) == 0 ? 0 : 2;
     } catch (const Error& error) {

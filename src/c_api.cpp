@@ -160,6 +160,8 @@ constexpr Field fields[] = {
     {"workers", &sy_options::workers},
     {"simd", &sy_options::simd},
     {"timeout_ms", &sy_options::timeout_ms},
+    {"huge_pages", &sy_options::huge_pages},
+    {"pin", &sy_options::pin},
 };
 static_assert(sizeof(sy_options) == sizeof(size_t) + std::size(fields) * sizeof(int64_t));
 

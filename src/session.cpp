@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -13,6 +14,7 @@
 #include <thread>
 
 #include "core/clock.hpp"
+#include "core/machine.hpp"
 #include "ep/combine.hpp"
 #include "ep/dispatch.hpp"
 #include "layout/window.hpp"
@@ -52,7 +54,30 @@ struct CardHead {
     uint32_t options = 0;  // how many values follow
     uint32_t refusal_code = 0;
     uint32_t text_bytes = 0;  // of the refusal, behind the values
+    uint64_t cpus = 0;        // a number for the CPUs this rank may run on: ranks with the same one share them
 };
+
+uint64_t number_of(const std::vector<int>& cpus) {
+    uint64_t number = 1;
+    for (const int cpu : cpus) number = (number ^ static_cast<uint64_t>(cpu + 1)) * 0x9E3779B97F4A7C15;
+    return number;
+}
+
+// Of the CPUs this rank may run on, those that the ranks which may run on the same ones leave to it.
+std::vector<int> own_cpus(const std::vector<std::vector<std::byte>>& cards, size_t me) {
+    const auto number = [&](size_t r) {
+        CardHead head;
+        std::memcpy(&head, cards[r].data(), sizeof head);
+        return head.cpus;
+    };
+    int64_t before = 0, all = 0;
+    for (size_t r = 0; r < cards.size(); ++r)
+        if (number(r) == number(me)) {
+            before += r < me;
+            ++all;
+        }
+    return share_of(allowed_cpus(), before, all);
+}
 
 std::vector<std::byte> make_card(const Options& options, const Status& refusal) {
     std::vector<int64_t> values;
@@ -60,6 +85,7 @@ std::vector<std::byte> make_card(const Options& options, const Status& refusal) 
         if (info.agreed) values.push_back(info.get(options));
     CardHead head;
     head.options = static_cast<uint32_t>(values.size());
+    head.cpus = number_of(allowed_cpus());
     head.refusal_code = static_cast<uint32_t>(refusal.code());
     head.text_bytes = static_cast<uint32_t>(std::min<size_t>(refusal.text().size(), 4096));
     std::vector<std::byte> card(sizeof head + values.size() * 8 + head.text_bytes);
@@ -116,19 +142,6 @@ Status compare_cards(const std::vector<std::vector<std::byte>>& cards) {
 }
 
 // ----------------------------------------------------------------------------------------------------------------- waiting
-
-// CPUs this process may use: its affinity, cut by a cgroup quota.
-int usable_cpus() {
-    cpu_set_t set;
-    int cpus = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-    if (std::FILE* f = std::fopen("/sys/fs/cgroup/cpu.max", "re")) {
-        long long quota = 0, period = 0;
-        if (std::fscanf(f, "%lld %lld", &quota, &period) == 2 && period > 0)
-            cpus = std::min(cpus, static_cast<int>((quota + period - 1) / period));
-        std::fclose(f);
-    }
-    return std::max(cpus, 1);
-}
 
 // How long a wait keeps its CPU busy before it sleeps.
 struct Patience {
@@ -235,6 +248,7 @@ struct Session::Impl {
     ep::CombineStep combine;
     ep::Await gate;              // of x()
     std::vector<int64_t> waits;  // [R] ns that this rank lacked only what that rank, and those behind it, owed
+    std::vector<int> pinned;     // [workers-1] CPU of each helper, with option pin
     uint64_t last_epoch = 0;
     Patience patience;
     Status untold;  // an error of mine that the other ranks must hear of in the next dispatch
@@ -251,6 +265,22 @@ struct Session::Impl {
 
     /// What this rank can find wrong alone; otherwise everything it needs is allocated, down to the last thread.
     Status prepare(Options options);
+
+    /// Helper i stays on the ith CPU, the first being left to the caller's thread; around again when there are fewer.
+    void pin_helpers(const std::vector<int>& cpus) {
+        if (cpus.empty()) return;
+        std::atomic<bool> refused = false;
+        pinned.assign(static_cast<size_t>(workers->count() - 1), -1);
+        workers->run([&](int64_t worker) {
+            if (worker == 0) return;
+            const int cpu = cpus[static_cast<size_t>(worker) % cpus.size()];
+            if (pin_this_thread(cpu))
+                pinned[static_cast<size_t>(worker - 1)] = cpu;
+            else
+                refused = true;
+        });
+        if (refused) pinned.clear();
+    }
 
     /// Raises `closed`, then drops what is open: who finds a batch dropped knows why. Never waits.
     void close() {
@@ -339,10 +369,12 @@ std::shared_ptr<Session::Impl> Session::Impl::open(const Options& options, std::
     std::vector<std::vector<std::byte>> cards;
     throw_if(impl->link->attach({.card = card,
                                  .window_bytes = refusal.ok() ? impl->rank->window.bytes : 0,
-                                 .bell_offset = refusal.ok() ? impl->rank->window.bell : 0},
+                                 .bell_offset = refusal.ok() ? impl->rank->window.bell : 0,
+                                 .huge_pages = options.huge_pages},
                                 deadline, &cards));
     throw_if(compare_cards(cards));
     throw_if(impl->rank->connect());
+    if (options.pin) impl->pin_helpers(own_cpus(cards, static_cast<size_t>(impl->link->rank())));
     const layout::WindowHeader header = layout::header_of(impl->rank->window, impl->link->rank(), impl->rank->born.process());
     std::memcpy(impl->link->window(), &header, sizeof header);
     impl->connected = true;
@@ -543,6 +575,15 @@ int64_t Session::experts_local() const {
 }
 int64_t Session::window_bytes() const {
     return static_cast<int64_t>(impl().rank->window.bytes);
+}
+std::string Session::memory_text() const {
+    const Impl& s = impl();
+    const WindowMemory& m = s.link->memory();
+    std::string text = fmt::format("pages of {} KiB", m.page_bytes >> 10);
+    if (!m.nodes.empty()) text += fmt::format(" on NUMA node{} {}", m.nodes.size() > 1 ? "s" : "", fmt::join(m.nodes, ", "));
+    if (!s.pinned.empty())
+        text += fmt::format(", helpers on CPU{} {}", s.pinned.size() > 1 ? "s" : "", fmt::join(s.pinned, ", "));
+    return text;
 }
 SessionStats Session::stats() const {
     return impl().rank->stats;

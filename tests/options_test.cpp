@@ -101,15 +101,17 @@ TEST(OptionTable, HasEveryFieldOfOptions) {
                               "rows_max",
                               "workers",
                               "simd",
+                              "huge_pages",
+                              "pin",
                               "timeout_ms"})
         EXPECT_TRUE(names.contains(field)) << field;
 }
 
-TEST(OptionTable, OnlyWorkersSimdAndTimeoutMayDiffer) {
+TEST(OptionTable, OnlyWhatConcernsOneRankMayDiffer) {
     std::set<std::string> own;
     for (const OptionInfo& info : option_table())
         if (!info.agreed) own.insert(info.name);
-    EXPECT_EQ(own, (std::set<std::string>{"workers", "simd", "timeout_ms"}));
+    EXPECT_EQ(own, (std::set<std::string>{"workers", "simd", "huge_pages", "pin", "timeout_ms"}));
 }
 
 TEST(OptionTable, IsFoundByNameOnly) {

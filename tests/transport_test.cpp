@@ -1182,7 +1182,9 @@ TEST_F(ShmRanks, SharedMemoryCannotBeCutShort) {
     ASSERT_TRUE(s.ok()) << s.text();
     EXPECT_NE(ftruncate(memory.get(), 4096), 0);
     EXPECT_NE(ftruncate(memory.get(), 16384), 0);
-    EXPECT_TRUE(check_shared_memory(memory.get(), 8192, 0).ok());
+    uint64_t page_bytes = 0;
+    EXPECT_TRUE(check_shared_memory(memory.get(), 8192, 0, &page_bytes).ok());
+    EXPECT_EQ(page_bytes, static_cast<uint64_t>(sysconf(_SC_PAGESIZE)));
     EXPECT_EQ(make_shared_memory("huge", UINT64_MAX, &memory).code(), Code::system);
 }
 

@@ -192,6 +192,7 @@ void play_rank(const Case& c, const RunFlags& run, bool& met) {
             {"simd", session.simd_name()},
             {"workers", used.workers},
             {"window_bytes", session.window_bytes()},
+            {"memory", session.memory_text()},
             {"wrong", wrong}});
     session.close();
 }
@@ -244,9 +245,10 @@ void print_table(const Case& c, const std::vector<nlohmann::json>& ranks, int ro
     const auto name = [&](const char* option) { return option_text(*find_option(option), c.options); };
     fmt::print("{} ranks, {} rounds   H {}  K {}  E {}  {}   dispatch {}  combine {}\n", c.ranks, rounds, c.options.hidden,
                c.options.topk, c.options.experts, name("dtype"), name("dispatch_quant"), name("combine_quant"));
-    fmt::print("landing {}  combine path {}  kernels {}  workers {}  depth {}  window {:.1f} MiB reserved per rank\n\n",
+    fmt::print("landing {}  combine path {}  kernels {}  workers {}  depth {}  window {:.1f} MiB reserved per rank, {}\n\n",
                first["landing"].get<std::string>(), first["combine_path"].get<std::string>(), first["simd"].get<std::string>(),
-               first["workers"].get<int>(), c.options.depth, first["window_bytes"].get<double>() / 0x1p20);
+               first["workers"].get<int>(), c.options.depth, first["window_bytes"].get<double>() / 0x1p20,
+               first["memory"].get<std::string>());
     fmt::print("rank   tokens  rows sent  rows held   sent MiB  dispatch us   (waiting)  combine us   (waiting)  result\n");
     int64_t sent = 0;
     double mib = 0, home = 0;

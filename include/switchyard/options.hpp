@@ -43,6 +43,9 @@ struct Options {
     // ---- this rank only
     int64_t workers = 1;  ///< threads that move rows, the caller's included, 1..64
     Simd simd = Simd::automatic;
+    HugePages huge_pages = HugePages::automatic;
+    bool pin = false;            ///< each helper thread stays on one CPU of this rank's share of those its process may use;
+                                 ///< the caller's thread is left alone
     int64_t timeout_ms = 30000;  ///< deadline of one call, in milliseconds, >= 1
 
     RowFormat dispatch_format() const { return {dispatch_quant, mx_rule, mx_overflow, fp8_scale}; }

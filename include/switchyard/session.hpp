@@ -172,6 +172,9 @@ class SY_API Session {
     const char* simd_name() const;   ///< instruction set of the kernels in use
     int64_t experts_local() const;   ///< L
     int64_t window_bytes() const;    ///< address space reserved per rank; only touched pages cost memory
+    /// What the window lies in and where helpers run, in words: "pages of 2048 KiB on NUMA node 1, helpers on CPUs 5, 6".
+    /// Nothing is bound or pinned that is not told here.
+    std::string memory_text() const;
     SessionStats stats() const;
 
     /// [R] nanoseconds this rank has stood waiting while that rank was the next one it lacked, since the session opened: row

@@ -99,12 +99,13 @@ enum {
     SY_INT8_BLOCK128 = 6
 };
 
-/* mx_rule, mx_overflow, fp8_scale, expert_token_nums, landing, combine_path, in this order */
+/* mx_rule, mx_overflow, fp8_scale, expert_token_nums, landing, huge_pages, combine_path, in this order */
 enum { SY_MX_FLOOR = 0, SY_MX_CEIL = 1 };
 enum { SY_MX_SATURATE = 0, SY_MX_INF = 1 };
 enum { SY_FP8_SCALE_F32 = 0, SY_FP8_SCALE_UE8M0 = 1 };
 enum { SY_NUMS_CUMSUM = 0, SY_NUMS_COUNT = 1 };
 enum { SY_LANDING_AUTO = 0, SY_LANDING_PACKED = 1, SY_LANDING_PADDED = 2, SY_LANDING_IN_PLACE = 3 };
+enum { SY_HUGE_PAGES_AUTO = 0, SY_HUGE_PAGES_NO = 1, SY_HUGE_PAGES_YES = 2 };
 enum { SY_COMBINE_AUTO = 0, SY_COMBINE_READ = 1, SY_COMBINE_PUSH = 2 };
 
 /* simd */
@@ -148,6 +149,8 @@ typedef struct sy_options {
     int64_t workers;
     int64_t simd;
     int64_t timeout_ms;
+    int64_t huge_pages;
+    int64_t pin; /* 0 = no, anything else = yes */
 } sy_options;
 
 /* One line of the table of options. The texts live as long as the library. */

@@ -73,6 +73,13 @@ enum class TokenNums : int32_t {
     count = 1,   ///< rows of each local expert
 };
 
+/// Whether a window lies in huge pages that the administrator has reserved (vm.nr_hugepages).
+enum class HugePages : int32_t {
+    automatic = 0,  ///< if enough of them are free for the whole window
+    no = 1,
+    yes = 2,  ///< or the session does not open
+};
+
 /// Instruction set of the number kernels. `automatic` takes the best this processor has.
 enum class Simd : int32_t { automatic = 0, scalar = 1, ssse3 = 2, sse4 = 3, avx2 = 4, avx512 = 5, avx512_dl = 6, neon = 7 };
 

@@ -53,6 +53,9 @@ constexpr OptionInfo table[] = {
     {"workers", "--workers", "threads", false, 1, 64, "threads of a rank that move rows", SY_FIELD(workers), ""},
     {"simd", "--simd", "", false, 0, 7, "instruction set of the number kernels", SY_CHOICE(simd),
      "auto=0 scalar=1 ssse3=2 sse4=3 avx2=4 avx512=5 avx512_dl=6 neon=7"},
+    {"huge_pages", "--huge-pages", "", false, 0, 2, "window in reserved huge pages", SY_CHOICE(huge_pages),
+     "auto=0 no=1 yes=2"},
+    {"pin", "--pin", "", false, 0, 1, "helper threads stay on one CPU each", SY_CHOICE(pin), "no=0 yes=1"},
     {"timeout_ms", "--timeout-ms", "ms", false, 1, int64_t{1} << 40, "deadline of one call", SY_FIELD(timeout_ms), ""},
 };
 #undef SY_FIELD

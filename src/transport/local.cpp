@@ -24,39 +24,65 @@ namespace {
 // perhaps another one at the same address, which must stay.
 class AnonymousWindow {
  public:
-    explicit AnonymousWindow(size_t bytes) : bytes_(bytes), owner_(getpid()) {
-        // NORESERVE: a window is sized for the worst case; only touched pages cost memory.
-        void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (p == MAP_FAILED) return;
-        start_ = static_cast<std::byte*>(p);
-        madvise(p, bytes, MADV_DONTFORK);
-        madvise(p, bytes, MADV_HUGEPAGE);  // a wish: not every kernel grants it
+    // On refusal start() is null and errno tells why.
+    AnonymousWindow(size_t bytes, HugePages huge) : bytes_(bytes), owner_(getpid()) {
+        constexpr int what = MAP_PRIVATE | MAP_ANONYMOUS;
+        if (wants_huge_pages(huge, bytes)) {
+            // Reserved when it is mapped: no page is missing later.
+            bytes_ = (bytes + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes;
+            take(mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, what | MAP_HUGETLB | huge_2mib, -1, 0), huge_page_bytes);
+        }
+        if (start_ == nullptr && huge != HugePages::yes) {
+            bytes_ = bytes;
+            // NORESERVE: a window is sized for the worst case; only touched pages cost memory.
+            take(mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, what | MAP_NORESERVE, -1, 0),
+                 static_cast<size_t>(sysconf(_SC_PAGESIZE)));
+            if (start_ != nullptr) madvise(start_, bytes_, MADV_HUGEPAGE);  // a wish: not every kernel grants it
+        }
     }
     ~AnonymousWindow() {
         if (start_ != nullptr && getpid() == owner_) munmap(start_, bytes_);
     }
     AnonymousWindow(AnonymousWindow&& other) noexcept
-        : start_(std::exchange(other.start_, nullptr)), bytes_(other.bytes_), owner_(other.owner_) {}
+        : start_(std::exchange(other.start_, nullptr)),
+          bytes_(other.bytes_),
+          owner_(other.owner_),
+          memory_(std::move(other.memory_)) {}
     AnonymousWindow& operator=(AnonymousWindow&&) = delete;
 
     std::byte* start() const { return start_; }
+    const WindowMemory& memory() const { return memory_; }
 
  private:
+    static constexpr int huge_2mib = 21 << MAP_HUGE_SHIFT;
+
+    void take(void* p, size_t page_bytes) {
+        if (p == MAP_FAILED) return;
+        start_ = static_cast<std::byte*>(p);
+        madvise(p, bytes_, MADV_DONTFORK);
+        memory_ = {page_bytes, bind_near(p, bytes_)};
+    }
+
     std::byte* start_ = nullptr;
     size_t bytes_;
     pid_t owner_;
+    WindowMemory memory_;
 };
 
 // What the ranks of one group share. All fields are guarded by `mutex`; after `complete` nothing changes any more.
 struct LocalGroup {
     explicit LocalGroup(int ranks)
-        : came(static_cast<size_t>(ranks)), shapes(static_cast<size_t>(ranks)), cards(static_cast<size_t>(ranks)) {}
+        : came(static_cast<size_t>(ranks)),
+          shapes(static_cast<size_t>(ranks)),
+          cards(static_cast<size_t>(ranks)),
+          huge_pages(static_cast<size_t>(ranks)) {}
 
     std::mutex mutex;
     std::condition_variable changed;
     std::vector<bool> came;
     std::vector<WindowSize> shapes;
     std::vector<std::vector<std::byte>> cards;
+    std::vector<HugePages> huge_pages;
     int count = 0;
     bool complete = false;
     Status broken;  // the first error; from then on everybody's
@@ -77,11 +103,13 @@ struct LocalGroup {
             const auto ranks = static_cast<int>(shapes.size());
             windows.reserve(shapes.size());
             for (int r = 0; r < ranks; ++r) {
-                windows.emplace_back(shapes.front().window_bytes);
+                const HugePages huge = huge_pages[static_cast<size_t>(r)];
+                windows.emplace_back(shapes.front().window_bytes, huge);
                 if (windows.back().start() == nullptr) {
                     const int error = errno;
                     windows.clear();
-                    fail(map_refused(last, ranks, shapes.front().window_bytes, error));
+                    fail(huge == HugePages::yes ? huge_pages_refused(r, shapes.front().window_bytes, error)
+                                                : map_refused(last, ranks, shapes.front().window_bytes, error));
                     return;
                 }
             }
@@ -128,6 +156,7 @@ class LocalTransport final : public MappedTransport {
         if (Status status = check_request(request); !status.ok()) return group_->fail(std::move(status));
         if (!group_->broken.ok()) return group_->broken;
         group_->came[self] = true;
+        group_->huge_pages[self] = request.huge_pages;
         group_->shapes[self] = {request.window_bytes, request.bell_offset};
         group_->cards[self].assign(request.card.begin(), request.card.end());
         if (++group_->count == size()) group_->finish(rank());
@@ -141,7 +170,7 @@ class LocalTransport final : public MappedTransport {
         if (group_->windows.empty()) return {};
         std::vector<std::byte*> windows;
         for (const AnonymousWindow& window : group_->windows) windows.push_back(window.start());
-        use_windows(std::move(windows), request.window_bytes, request.bell_offset);
+        use_windows(std::move(windows), request.window_bytes, request.bell_offset, group_->windows[self].memory());
         return {};
     }
 

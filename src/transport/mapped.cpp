@@ -14,6 +14,7 @@
 #include <ctime>
 #include <utility>
 
+#include "core/machine.hpp"
 #include "transport/group_text.hpp"
 
 // ThreadSanitizer sees no fences. Under it the fence and the look at `sleepers` become one read-modify-write of `sleepers`.
@@ -74,7 +75,9 @@ Status MappedTransport::check_request(const AttachRequest& request) const {
     return {};
 }
 
-void MappedTransport::use_windows(std::vector<std::byte*> windows, uint64_t window_bytes, uint64_t bell_offset) {
+void MappedTransport::use_windows(std::vector<std::byte*> windows, uint64_t window_bytes, uint64_t bell_offset,
+                                  WindowMemory memory) {
+    memory_ = std::move(memory);
     raised_ = std::make_unique<std::atomic<uint8_t>[]>(windows.size());
     windows_ = std::move(windows);
     window_bytes_ = window_bytes;
@@ -201,6 +204,20 @@ bool shapes_fit(const std::vector<WindowSize>& shapes) {
         if (shape.window_bytes == 0 || shape != shapes.front()) return false;
     }
     return !shapes.empty();
+}
+
+std::vector<int> bind_near(void* start, uint64_t bytes) {
+    static const NumaMap map;
+    std::vector<int> nodes = map.nodes_near(allowed_cpus());
+    if (!map.bind(start, bytes, nodes)) nodes.clear();
+    return nodes;
+}
+
+Status huge_pages_refused(int rank, uint64_t window_bytes, int error) {
+    return {Code::system, fmt::format("attach on rank {}: option huge_pages is yes, but a window of {} finds no room in the "
+                                      "reserved huge pages: {}.\n  Reserve more (sysctl vm.nr_hugepages=N, pages of 2 MiB as a "
+                                      "rule), lower rows_max or tokens_max, or use huge_pages auto.",
+                                      rank, bytes_text(window_bytes), std::strerror(error))};
 }
 
 Status map_refused(int rank, int windows, uint64_t window_bytes, int error) {

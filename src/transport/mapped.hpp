@@ -21,6 +21,7 @@ namespace switchyard {
 class MappedTransport : public Transport {
  public:
     std::byte* window() final;
+    const WindowMemory& memory() const final { return memory_; }
     std::byte* reach(int peer) final;
     void put(std::span<const Place> places, const void* data, size_t bytes) final;
     void raise(int peer, uint64_t offset, uint64_t value) final;
@@ -38,7 +39,7 @@ class MappedTransport : public Transport {
     Status check_request(const AttachRequest& request) const;
 
     /// Takes the mapped windows of all ranks, in the order of ranks. They belong to the derived class, which unmaps them.
-    void use_windows(std::vector<std::byte*> windows, uint64_t window_bytes, uint64_t bell_offset);
+    void use_windows(std::vector<std::byte*> windows, uint64_t window_bytes, uint64_t bell_offset, WindowMemory memory);
 
  private:
     /// The two words of a window that serve sleeping; all ranks write them, they carry no meaning.
@@ -54,6 +55,7 @@ class MappedTransport : public Transport {
     std::vector<std::byte*> windows_;  // empty until attach has mapped them
     uint64_t window_bytes_ = 0;
     uint64_t bell_offset_ = 0;
+    WindowMemory memory_;
     std::unique_ptr<std::atomic<uint8_t>[]> raised_;  // per peer: 1 = raised since the last ring
 };
 
@@ -67,6 +69,19 @@ struct WindowSize {
 
 /// True when windows are to be mapped.
 bool shapes_fit(const std::vector<WindowSize>& shapes);
+
+/// Binds fresh memory to the NUMA nodes near the CPUs this process may use, so that it lies there whoever writes it first.
+/// Returns them; empty when there is nothing to choose.
+std::vector<int> bind_near(void* start, uint64_t bytes);
+
+/// Whether huge pages are to be tried: `automatic` spares them for windows that fill at least one.
+inline constexpr uint64_t huge_page_bytes = 2 << 20;
+inline bool wants_huge_pages(HugePages huge, uint64_t window_bytes) {
+    return huge == HugePages::yes || (huge == HugePages::automatic && window_bytes >= huge_page_bytes);
+}
+
+/// The text of a window for which there are no huge pages, with the cure; `error` is errno.
+Status huge_pages_refused(int rank, uint64_t window_bytes, int error);
 
 /// The text of a window that cannot be mapped; `error` is errno.
 Status map_refused(int rank, int windows, uint64_t window_bytes, int error);

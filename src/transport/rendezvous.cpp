@@ -8,6 +8,7 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -971,7 +972,8 @@ class Guest {
     Status take_welcome() {
         verdict_memory_ = std::move(message_.fds[0]);
         host_ = std::move(message_.fds[1]);
-        Status status = check_shared_memory(verdict_memory_.get(), sizeof(VerdictPage), 0);
+        uint64_t page_bytes = 0;
+        Status status = check_shared_memory(verdict_memory_.get(), sizeof(VerdictPage), 0, &page_bytes);
         if (status.ok() && !verdict_.map(verdict_memory_.get())) {
             status = system_refused("mmap of the verdict", group_.rank, errno);
         }
@@ -1104,7 +1106,36 @@ Status make_shared_memory(const char* name, uint64_t bytes, FileDescriptor* memo
     return {};
 }
 
-Status check_shared_memory(int memory, uint64_t bytes, int rank) {
+namespace {
+constexpr auto hugetlbfs_magic = 0x958458f6;  // linux/magic.h
+
+uint64_t page_of(int memory) {
+    struct statfs fs = {};
+    if (fstatfs(memory, &fs) == 0 && fs.f_type == hugetlbfs_magic && fs.f_bsize > 0) return static_cast<uint64_t>(fs.f_bsize);
+    return static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+}
+uint64_t round_up(uint64_t bytes, uint64_t to) {
+    return (bytes + to - 1) / to * to;
+}
+}  // namespace
+
+bool make_huge_memory(const char* name, uint64_t bytes, FileDescriptor* memory) {
+    FileDescriptor fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_HUGETLB | 21U << MAP_HUGE_SHIFT));
+    if (!fd.valid()) return false;
+    const uint64_t whole = round_up(bytes, page_of(fd.get()));
+    if (whole > uint64_t{INT64_MAX} || ftruncate(fd.get(), static_cast<off_t>(whole)) != 0) return false;
+    // Bound before the first page is taken.
+    void* p = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
+    if (p == MAP_FAILED) return false;
+    bind_near(p, whole);
+    munmap(p, whole);
+    if (fallocate(fd.get(), 0, 0, static_cast<off_t>(whole)) != 0) return false;
+    if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) return false;
+    *memory = std::move(fd);
+    return true;
+}
+
+Status check_shared_memory(int memory, uint64_t bytes, int rank, uint64_t* page_bytes) {
     struct stat s = {};
     const int seals = fcntl(memory, F_GET_SEALS);
     if (seals < 0 || fstat(memory, &s) != 0) {
@@ -1112,11 +1143,17 @@ Status check_shared_memory(int memory, uint64_t bytes, int rank) {
                                            "  Start all ranks from one build.",
                                            rank, std::strerror(errno))};
     }
-    if (static_cast<uint64_t>(s.st_size) != bytes || (seals & F_SEAL_SHRINK) == 0) {
+    *page_bytes = page_of(memory);
+    const bool is_huge = *page_bytes > static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+    const uint64_t expected = is_huge ? round_up(bytes, *page_bytes) : bytes;
+    // A huge page that is not there yet could be missing when it is touched: a signal.
+    const bool is_whole = !is_huge || static_cast<uint64_t>(s.st_blocks) * 512 >= expected;
+    if (static_cast<uint64_t>(s.st_size) != expected || !is_whole || (seals & F_SEAL_SHRINK) == 0) {
         return {Code::corrupt,
-                fmt::format("attach failed: the shared memory of rank {} has {} bytes, {} against shrinking; {} bytes "
+                fmt::format("attach failed: the shared memory of rank {} has {} bytes{}, {} against shrinking; {} bytes "
                             "and a seal were announced.\n  Start all ranks from one build.",
-                            rank, s.st_size, (seals & F_SEAL_SHRINK) != 0 ? "sealed" : "not sealed", bytes)};
+                            rank, s.st_size, is_whole ? "" : ", not all of them there",
+                            (seals & F_SEAL_SHRINK) != 0 ? "sealed" : "not sealed", expected)};
     }
     return {};
 }

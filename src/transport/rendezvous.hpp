@@ -57,8 +57,12 @@ Status system_refused(const char* what, int rank, int error);
 /// Memory that processes share: sparse, zero, sealed so that nobody can cut it short under a reader. system on refusal.
 Status make_shared_memory(const char* name, uint64_t bytes, FileDescriptor* memory);
 
+/// The same in reserved huge pages, all of them taken at once. False, with errno, when there are not enough.
+bool make_huge_memory(const char* name, uint64_t bytes, FileDescriptor* memory);
+
 /// Looks whether a descriptor that came from `rank` is such memory of that size: else a store into it could be a SIGBUS.
-Status check_shared_memory(int memory, uint64_t bytes, int rank);
+/// Fills `page_bytes`; a mapping of it is a multiple of that long.
+Status check_shared_memory(int memory, uint64_t bytes, int rank, uint64_t* page_bytes);
 
 /// What one rank brings.
 struct Offer {

@@ -40,34 +40,41 @@ class Windows {
 
     Status map(int rank, const std::vector<FileDescriptor>& memory, uint64_t bytes) {
         owner_ = getpid();
-        bytes_ = bytes;
         for (size_t r = 0; r < memory.size(); ++r) {
-            Status status = check_shared_memory(memory[r].get(), bytes, static_cast<int>(r));
+            uint64_t page_bytes = 0;
+            Status status = check_shared_memory(memory[r].get(), bytes, static_cast<int>(r), &page_bytes);
+            const uint64_t whole = (bytes + page_bytes - 1) / std::max<uint64_t>(page_bytes, 1) * page_bytes;
             void* p = MAP_FAILED;
             if (status.ok()) {
-                p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, memory[r].get(), 0);
+                p = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, memory[r].get(), 0);
                 if (p == MAP_FAILED) status = map_refused(rank, static_cast<int>(memory.size()), bytes, errno);
             }
             if (!status.ok()) {
                 unmap();
                 return status;
             }
-            madvise(p, bytes, MADV_DONTFORK);
-            madvise(p, bytes, MADV_HUGEPAGE);  // a wish: not every kernel grants it
+            madvise(p, whole, MADV_DONTFORK);
+            madvise(p, whole, MADV_HUGEPAGE);  // a wish: not every kernel grants it
             starts_.push_back(static_cast<std::byte*>(p));
+            bytes_.push_back(whole);
+            // Its owner binds it, before anybody can touch it: that is after the verdict, which waits for this rank.
+            if (static_cast<int>(r) == rank) memory_ = {page_bytes, bind_near(p, whole)};
         }
         return {};
     }
     void unmap() {
-        for (std::byte* start : starts_) munmap(start, bytes_);
+        for (size_t r = 0; r < starts_.size(); ++r) munmap(starts_[r], bytes_[r]);
         starts_.clear();
+        bytes_.clear();
     }
     const std::vector<std::byte*>& starts() const { return starts_; }
+    const WindowMemory& memory() const { return memory_; }
 
  private:
     pid_t owner_ = 0;
     std::vector<std::byte*> starts_;
-    uint64_t bytes_ = 0;
+    std::vector<uint64_t> bytes_;  // mapped: whole pages
+    WindowMemory memory_;
 };
 
 class ShmTransport final : public MappedTransport {
@@ -101,7 +108,8 @@ class ShmTransport final : public MappedTransport {
         }
         processes_ = std::move(meeting.processes);
         *cards = std::move(meeting.cards);
-        if (!windows_.starts().empty()) use_windows(windows_.starts(), request.window_bytes, request.bell_offset);
+        if (!windows_.starts().empty())
+            use_windows(windows_.starts(), request.window_bytes, request.bell_offset, windows_.memory());
         return {};
     }
 
@@ -118,9 +126,13 @@ class ShmTransport final : public MappedTransport {
     Status prepare(const AttachRequest& request, Offer* offer) {
         if (Status status = check_request(request); !status.ok()) return status;
         if (request.window_bytes > 0) {
-            if (Status status = make_shared_memory("switchyard-window", request.window_bytes, &offer->window); !status.ok()) {
-                return status;
-            }
+            const char* name = "switchyard-window";
+            if (wants_huge_pages(request.huge_pages, request.window_bytes))
+                make_huge_memory(name, request.window_bytes, &offer->window);
+            if (!offer->window.valid() && request.huge_pages == HugePages::yes)
+                return huge_pages_refused(rank(), request.window_bytes, errno);
+            if (!offer->window.valid())
+                if (Status status = make_shared_memory(name, request.window_bytes, &offer->window); !status.ok()) return status;
         }
         if (size() == 1) return {};
         offer->process = FileDescriptor(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)));

@@ -19,6 +19,7 @@
 
 #include "core/clock.hpp"
 #include "switchyard/status.hpp"
+#include "switchyard/types.hpp"
 
 namespace switchyard {
 
@@ -36,6 +37,15 @@ struct AttachRequest {
     size_t window_bytes = 0;
     /// Where in every window 8 bytes lie for sleeping, at a multiple of 8: two u32, `bell` and `sleepers`, zero at first.
     size_t bell_offset = 0;
+    /// Whether the window lies in reserved huge pages. All of it is taken at once then: what is missing is known here, not by a
+    /// signal later.
+    HugePages huge_pages = HugePages::automatic;
+};
+
+/// What a window was given.
+struct WindowMemory {
+    size_t page_bytes = 0;
+    std::vector<int> nodes;  ///< NUMA nodes it is bound to; empty: where it is touched first
 };
 
 inline constexpr size_t card_bytes_max = 64 * 1024;
@@ -57,6 +67,9 @@ class Transport {
 
     /// This rank's window, page aligned, or null before attach. Stays mapped until the transport is destroyed.
     virtual std::byte* window() = 0;
+
+    /// What this rank's window lies in, after attach.
+    virtual const WindowMemory& memory() const = 0;
 
     /// A pointer to that rank's window when it can be loaded and stored directly, else null. reach(rank()) is window().
     virtual std::byte* reach(int peer) = 0;
