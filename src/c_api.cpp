@@ -157,6 +157,7 @@ constexpr Field fields[] = {
     {"combine_path", &sy_options::combine_path},
     {"depth", &sy_options::depth},
     {"rows_max", &sy_options::rows_max},
+    {"partial", &sy_options::partial},
     {"workers", &sy_options::workers},
     {"simd", &sy_options::simd},
     {"timeout_ms", &sy_options::timeout_ms},
@@ -565,12 +566,26 @@ int32_t sy_combine(sy_session* session, sy_batch* batch, const sy_combine_args* 
                                             .topk_weights = known.topk_weights,
                                             .shared = known.shared,
                                             .out = known.out,
-                                            .timeout_ms = known.timeout_ms});
+                                            .timeout_ms = known.timeout_ms,
+                                            .missing = known.missing});
         } catch (const Error& error) {
             if (error.code() != Code::stale && batch->session == session) *batch = no_batch;
             throw;
         }
         *batch = no_batch;
+    });
+}
+
+int32_t sy_shrink(sy_session* session, int64_t timeout_ms, int32_t kill_missing, int32_t* is_member, int64_t count) {
+    return guarded([&] {
+        need(session, "sy_shrink: session");
+        const int size = session->session.size();
+        if (is_member && count != size)
+            throw Error(Status(Code::bad_input, fmt::format("sy_shrink: count is {}; the group has {} ranks.", count, size)));
+        const std::vector<int> members = session->session.shrink({.timeout_ms = timeout_ms, .kill_missing = kill_missing != 0});
+        if (!is_member) return;
+        std::fill(is_member, is_member + size, 0);
+        for (const int p : members) is_member[p] = 1;
     });
 }
 

@@ -17,6 +17,7 @@
 #include "core/machine.hpp"
 #include "ep/combine.hpp"
 #include "ep/dispatch.hpp"
+#include "ep/regroup.hpp"
 #include "layout/window.hpp"
 #include "quant/quant.hpp"
 #include "transport/transport.hpp"
@@ -246,7 +247,9 @@ struct Session::Impl {
     std::vector<ep::Flight> flights;  // [depth]
     ep::DispatchStep dispatch;
     ep::CombineStep combine;
-    ep::Await gate;              // of x()
+    ep::Await gate;  // of x()
+    ep::RegroupStep regroup;
+    bool regrouping = false;     // asked, and not decided yet
     std::vector<int64_t> waits;  // [R] ns that this rank lacked only what that rank, and those behind it, owed
     std::vector<int> pinned;     // [workers-1] CPU of each helper, with option pin
     uint64_t last_epoch = 0;
@@ -299,6 +302,11 @@ struct Session::Impl {
                 Status(Code::stale, fmt::format("{} in process {} on a session of process {}: a forked child has no windows. "
                                                 "Fork first, then open.",
                                                 call, getpid(), rank->born.process())));
+        if (regrouping)
+            throw Error(
+                Status(Code::stale, fmt::format("{} on a session whose shrink() has not ended well. Call shrink() again, "
+                                                "or close the session.",
+                                                call)));
     }
     void refuse_open(const ep::Flight& flight, uint64_t epoch) const {
         if (flight.open)
@@ -345,6 +353,7 @@ Status Session::Impl::prepare(Options options) {
         dispatch.allocate(*rank);
         combine.allocate(*rank);
         gate.allocate(*rank);
+        regroup.allocate(*rank);
         waits.resize(static_cast<size_t>(ranks));
     } catch (const std::system_error& e) {
         return {Code::system,
@@ -556,6 +565,56 @@ void Session::combine(ExpertBatch& batch, const CombineArgs& args) {
                           fmt::format("rank {}: its combine of epoch {} failed after this rank's rows had been offered: {}",
                                       s.link->rank(), flight.epoch, s.combine.status().text()));
     throw Error(s.combine.status());
+}
+
+std::vector<int> Session::shrink(const ShrinkArgs& args) {
+    Impl& s = impl();
+    const bool again = std::exchange(s.regrouping, false);
+    s.refuse_ended("shrink");
+    if (args.timeout_ms < 0)
+        throw Error(Status(Code::bad_input, fmt::format("shrink: timeout_ms is {}; allowed: 0 (the session's) or milliseconds.",
+                                                        args.timeout_ms)));
+    for (const std::byte* window : s.rank->base)
+        if (!window)
+            throw Error(Status(Code::bad_input,
+                               "shrink: the windows of other ranks cannot be loaded over this transport. Open a "
+                               "new session with the ranks that are left."));
+    if (s.rank->generation >= layout::Turn::generation_max)
+        throw Error(Status(Code::capacity, "shrink: the last generation of this session is used up. Open a new one."));
+    // Nothing of the old generation is under way here once this rank asks: its workers are idle between calls.
+    s.regrouping = true;
+    for (ep::Flight& f : s.flights) f.open = false;
+    s.untold = {};
+    Deadline deadline = s.deadline(args.timeout_ms);
+    if (!again) s.regroup.start(*s.rank, s.last_epoch + 1);
+
+    for (bool killed = false;; killed = true) {
+        bool late = false;
+        const ep::Progress end =
+            Waiter(*s.link, s.patience)
+                .wait(
+                    deadline, [&](bool) { return s.regroup.poll(*s.rank); }, [](int64_t) {}, [&](int64_t) { late = true; });
+        if (end == ep::Progress::done) break;
+        if (!late) throw Error(s.regroup.status());
+        const std::vector<int>& missing = s.regroup.awaited();
+        bool all = args.kill_missing && !killed;
+        for (const int p : missing) all = all && s.link->kill(p);
+        if (!all)
+            throw Error(
+                Status(Code::timed_out,
+                       fmt::format("shrink timed out on rank {} after {} ms: rank{} {} did not call it and {} not ended. A "
+                                   "stopped process would go on writing to the windows it holds: end it, or call "
+                                   "shrink with kill_missing.",
+                                   s.link->rank(), deadline.waited_ms(), missing.size() > 1 ? "s" : "",
+                                   fmt::join(missing, ", "), missing.size() > 1 ? "have" : "has")));
+        deadline = Deadline::after_ms(5000);
+    }
+    s.regrouping = false;
+    s.last_epoch = s.rank->base_epoch - 1;
+    std::vector<int> members;
+    for (int p = 0; p < s.link->size(); ++p)
+        if (s.rank->is_member(p)) members.push_back(p);
+    return members;
 }
 
 int Session::rank() const {

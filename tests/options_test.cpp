@@ -99,6 +99,7 @@ TEST(OptionTable, HasEveryFieldOfOptions) {
                               "combine_path",
                               "depth",
                               "rows_max",
+                              "partial",
                               "workers",
                               "simd",
                               "huge_pages",

@@ -429,6 +429,200 @@ TEST(Ranks, RankThatClosesIsReported) {
 
 // ------------------------------------------------------------------------------------------------------------------- stops
 
+// ------------------------------------------------------------------------------------------------------------------ shrink
+
+// The same problem for a group that ranks have left: they bring no tokens, and their experts are unused slots.
+Problem without(const Problem& p, const std::vector<int>& lost) {
+    Problem q = p;
+    const auto ranks = static_cast<int64_t>(p.ranks.size());
+    for (RankData& d : q.ranks)
+        for (size_t i = 0; i < d.ids.size(); ++i)
+            for (const int l : lost) {
+                const ExpertRange range = experts_of(l, ranks, p.options.experts);
+                if (d.ids[i] >= range.first && d.ids[i] < range.last) d.ids[i] = -1, d.weights[i] = __builtin_nanf("");
+            }
+    for (const int l : lost) {
+        q.ranks[static_cast<size_t>(l)] = RankData();
+        q.ranks[static_cast<size_t>(l)].stride = p.options.hidden;
+    }
+    q.received.clear();
+    q.combined.clear();
+    solve(q);
+    return q;
+}
+
+std::vector<int> others(int ranks, const std::vector<int>& lost) {
+    std::vector<int> left;
+    for (int r = 0; r < ranks; ++r)
+        if (std::find(lost.begin(), lost.end(), r) == lost.end()) left.push_back(r);
+    return left;
+}
+
+class Shrink : public testing::TestWithParam<Moment> {};
+
+TEST_P(Shrink, SurvivorsGoOnWithoutTheDeadAgainAndAgain) {
+    const Moment moment = GetParam();
+    for (const auto& [landing, path] : every_way)
+        for (const int victim : {0, 2}) {
+            constexpr int ranks = 4, second = 3;
+            const Options o = options_of(ranks, landing, path);
+            const Problem p = problem_of(o, ranks), q = without(p, {victim}), last = without(p, {victim, second});
+            SCOPED_TRACE("victim " + std::to_string(victim) + ", " + text_of(o));
+            const std::string label = std::to_string(victim) + "-" + std::to_string(static_cast<int>(landing)) +
+                                      std::to_string(static_cast<int>(path));
+            Processes all(ranks, [&](const Part& part) {
+                Session session = Session::open(o, group_of(part.rank(), ranks, label));
+                for (int i = 0; i < 2; ++i) part.expect_nothing(difference_of_round(session, p));
+                if (part.rank() == victim && moment == Moment::before_dispatch) part.die_here();
+                const Outcome end = outcome_of([&] {
+                    ExpertBatch batch = session.dispatch(dispatch_args(p, part.rank()));
+                    if (part.rank() == victim) {
+                        part.wait();
+                        part.die_here();
+                    }
+                    part.say("dispatched");
+                    Output out = output_of(p, part.rank());
+                    session.combine(batch, combine_args(p, part.rank(), out.data()));
+                });
+                part.expect(end.code == Code::peer_lost && names_rank(end.text, victim), end.text);
+                part.expect(session.shrink() == others(ranks, {victim}), "wrong members");
+                for (int i = 0; i < 5; ++i) part.expect_nothing(difference_of_round(session, q));
+
+                // An expert of the dead rank is bad input on all ranks, and the session goes on.
+                Problem bad = q;
+                if (part.rank() == 1) bad.ranks[1].ids[0] = static_cast<int32_t>(experts_of(victim, ranks, o.experts).first);
+                part.expect_error(Code::bad_input, victim, [&] { session.dispatch(dispatch_args(bad, part.rank())); });
+                part.expect_nothing(difference_of_round(session, q));
+
+                if (part.rank() == second) part.die_here();
+                part.expect_error(Code::peer_lost, second, [&] { session.dispatch(dispatch_args(q, part.rank())); });
+                part.expect(session.shrink() == others(ranks, {victim, second}), "wrong members");
+                for (int i = 0; i < 5; ++i) part.expect_nothing(difference_of_round(session, last));
+            });
+            if (moment == Moment::before_combine) {
+                for (const int r : others(ranks, {victim})) all.await(r, "dispatched");
+                all.go(victim);
+            }
+            for (int r = 0; r < ranks; ++r) all.end_of(r, r == victim || r == second);
+            if (HasFailure()) return;
+        }
+}
+INSTANTIATE_TEST_SUITE_P(Ranks, Shrink, testing::Values(Moment::before_dispatch, Moment::before_combine),
+                         [](const auto& named) {
+                             return named.param == Moment::before_dispatch ? "BeforeDispatch" : "BeforeCombine";
+                         });
+
+TEST(Shrink, StoppedRankIsNamedAndKilledOnlyWhenAskedFor) {
+    constexpr int ranks = 3, stopped = 1;
+    const Options o = options_of(ranks);
+    const Problem p = problem_of(o, ranks), q = without(p, {stopped});
+    Processes all(ranks, [&](const Part& part) {
+        Session session = Session::open(o, group_of(part.rank(), ranks));
+        part.expect_nothing(difference_of_round(session, p));
+        if (part.rank() == stopped) part.stop_here();
+        DispatchArgs args = dispatch_args(p, part.rank());
+        args.timeout_ms = short_ms;
+        part.expect(outcome_of([&] { session.dispatch(args); }).code != Code::ok, "dispatched without a rank");
+        part.expect_error(Code::timed_out, stopped, [&] { session.shrink({.timeout_ms = short_ms}); });
+        const Outcome end = outcome_of([&] { session.dispatch(args); });
+        part.expect(end.code == Code::stale && end.text.find("shrink") != std::string::npos, end.text);
+        part.expect(session.shrink({.timeout_ms = short_ms, .kill_missing = true}) == others(ranks, {stopped}), "members");
+        for (int i = 0; i < 5; ++i) part.expect_nothing(difference_of_round(session, q));
+    });
+    all.await_stop(stopped);
+    all.end_of_all(stopped);
+}
+
+TEST(Shrink, BringsRanksTogetherThatHaveLostCountWithNobodyDead) {
+    constexpr int ranks = 3, absent = 2;
+    const Options o = options_of(ranks);
+    const Problem p = problem_of(o, ranks);
+    Processes all(ranks, [&](const Part& part) {
+        Session session = Session::open(o, group_of(part.rank(), ranks));
+        part.expect_nothing(difference_of_round(session, p));
+        ExpertBatch batch;
+        if (part.rank() != absent) {
+            DispatchArgs args = dispatch_args(p, part.rank());
+            args.timeout_ms = short_ms;
+            for (int i = 0; i < 3; ++i)
+                part.expect(outcome_of([&] { session.dispatch(args); }).code != Code::ok, "dispatched without a rank");
+        }
+        part.expect(session.shrink() == others(ranks, {}), "somebody is missing");
+        for (int i = 0; i < 5; ++i) part.expect_nothing(difference_of_round(session, p));
+    });
+    all.end_of_all();
+}
+
+TEST(Shrink, RankThatWaitsInAnEpochHearsThatAnotherRegroups) {
+    constexpr int ranks = 3;
+    const Options o = options_of(ranks);
+    const Problem p = problem_of(o, ranks);
+    Processes all(ranks, [&](const Part& part) {
+        Session session = Session::open(o, group_of(part.rank(), ranks));
+        ExpertBatch open = session.dispatch(dispatch_args(p, part.rank()));
+        if (part.rank() != 0) {
+            Output out = output_of(p, part.rank());
+            part.expect_error(Code::peer_left, 0, [&] { session.combine(open, combine_args(p, part.rank(), out.data())); });
+        }
+        part.expect(session.shrink() == others(ranks, {}), "somebody is missing");
+        if (part.rank() == 0)
+            part.expect(outcome_of([&] { open.rows(); }).code == Code::stale, "a batch outlived its generation");
+        for (int i = 0; i < 5; ++i) part.expect_nothing(difference_of_round(session, p));
+    });
+    all.end_of_all();
+}
+
+TEST(Partial, DeadRanksContributeNothingAndAreCounted) {
+    for (const auto& [landing, path] : every_way) {
+        constexpr int ranks = 4, victim = 1;
+        Options o = options_of(ranks, landing, path);
+        o.partial = true;
+        const Problem p = problem_of(o, ranks), q = without(p, {victim});
+        SCOPED_TRACE(text_of(o));
+        const std::string label = std::to_string(static_cast<int>(landing)) + std::to_string(static_cast<int>(path));
+        Processes all(ranks, [&](const Part& part) {
+            Session session = Session::open(o, group_of(part.rank(), ranks, label));
+            part.expect_nothing(difference_of_round(session, p));
+            const RankData& before = p.ranks[static_cast<size_t>(part.rank())];
+            const RankData& after = q.ranks[static_cast<size_t>(part.rank())];
+            // Combines with weights of p: those of missing slots must not matter.
+            const auto combine_without = [&](ExpertBatch& batch) {
+                std::vector<int32_t> missing(static_cast<size_t>(before.tokens), -1);
+                Output out = output_of(p, part.rank());
+                CombineArgs args = combine_args(p, part.rank(), out.data());
+                args.missing = missing.data();
+                session.combine(batch, args);
+                part.expect_nothing(out.difference_from("x", q.combined[static_cast<size_t>(part.rank())]));
+                for (size_t t = 0; t < missing.size(); ++t) {
+                    int32_t expected = 0;
+                    for (size_t i = 2 * t; i < 2 * t + 2; ++i) expected += before.ids[i] != after.ids[i];
+                    part.expect(missing[t] == expected, "token " + std::to_string(t) + " misses " + std::to_string(missing[t]));
+                }
+            };
+            ExpertBatch batch = session.dispatch(dispatch_args(p, part.rank()));
+            part.expect_nothing(difference_of_batch(batch, p, part.rank()));
+            fill_y(batch, p, part.rank(), batch.y());
+            part.say("dispatched");
+            part.wait();
+            if (part.rank() == victim) part.die_here();
+            combine_without(batch);
+
+            part.expect_error(Code::peer_lost, victim, [&] { session.dispatch(dispatch_args(p, part.rank())); });
+            part.expect(session.shrink() == others(ranks, {victim}), "wrong members");
+            for (int i = 0; i < 3; ++i) {  // ids of dead experts are no error now
+                batch = session.dispatch(dispatch_args(p, part.rank()));
+                part.expect_nothing(difference_of_batch(batch, q, part.rank()));
+                fill_y(batch, q, part.rank(), batch.y());
+                combine_without(batch);
+            }
+        });
+        for (int r = 0; r < ranks; ++r) all.await(r, "dispatched");
+        for (int r = 0; r < ranks; ++r) all.go(r);
+        all.end_of_all(victim);
+        if (HasFailure()) return;
+    }
+}
+
 TEST(Ranks, StoppedRankIsNamedAtTheDeadlineAndGoesOnLater) {
     for (const Landing landing : {Landing::packed, Landing::padded, Landing::in_place}) {
         constexpr int ranks = 3, stopped = 2;

@@ -557,7 +557,7 @@ TEST(Window, SizeIsTheSumOrTheLimitIsSeenInEveryDimension) {
             slot += pages(u(s.tokens_max) * row.payload) + pages(u(s.tokens_max) * row.scales) + words;
             if (s.weights) slot += words;
         }
-        const Wide state = 4096 + 64 + u(s.ranks) * 64 + u(s.ranks) * u(s.depth) * (64 + 2 * 512);
+        const Wide state = 4096 + 64 + u(s.ranks) * 64 + u(s.ranks) * u(s.depth) * (64 + 2 * 512) + 64 + 2 * 576;
         const Wide all = pages(state) + slot * u(s.depth);
         if (all > layout::Region::limit) {
             EXPECT_EQ(w.bytes, layout::Region::limit_exceeded);

@@ -1334,6 +1334,7 @@ TEST(SessionOpen, RanksMustAgreeAboutEveryAgreedOption) {
         {"tokens_max", {"2", "9"}},
         {"rows_max", {"100", "101"}},
         {"depth", {"2", "3"}},
+        {"partial", {"no", "yes"}},
     };
     for (const OptionInfo& info : option_table()) {
         if (!info.agreed) continue;

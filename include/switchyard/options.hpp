@@ -40,6 +40,9 @@ struct Options {
     int64_t rows_max = 0;  ///< rows a rank can receive in one dispatch, pad rows of
                            ///< expert_alignment included; 0 = the worst case
 
+    bool partial = false;  ///< a rank that has died contributes nothing instead of ending combine; after shrink() its
+                           ///< experts count as unused slots. CombineArgs::missing tells how many
+
     // ---- this rank only
     int64_t workers = 1;  ///< threads that move rows, the caller's included, 1..64
     Simd simd = Simd::automatic;

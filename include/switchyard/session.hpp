@@ -7,7 +7,8 @@
 //
 // All ranks make the same calls in the same order. Calls of one session come from one thread at a time; different sessions
 // are independent. dispatch and combine allocate nothing, wait at most until their deadline, and throw Error: every rank of
-// the group then gets an error too, and (except after peer_lost, peer_closed) the session goes on with the next dispatch.
+// the group then gets an error too, and the session goes on with the next dispatch; after peer_lost and peer_closed with
+// shrink().
 #pragma once
 
 #include <cstddef>
@@ -60,6 +61,17 @@ struct CombineArgs {
     const void* shared = nullptr;         ///< [T,H] output of shared experts, added unweighted; null = none
     void* out = nullptr;                  ///< [T,H] of options.dtype, dense, written whole; may be null when T = 0
     int64_t timeout_ms = 0;               ///< deadline of this call; 0 = the session's
+    int32_t* missing = nullptr;           ///< [T] if set: slots of each token that contributed nothing because their expert's
+                                          ///< rank has died (option partial)
+};
+
+/// Input of shrink.
+struct ShrinkArgs {
+    int64_t timeout_ms = 0;  ///< deadline of this call; 0 = the session's
+    /// A member that has not come by the deadline is killed (SIGKILL), and its end is waited for, up to five seconds. Without
+    /// it such a member ends the call with timed_out: it may only be stopped, and would go on storing into the windows it
+    /// holds.
+    bool kill_missing = false;
 };
 
 /// The rows this rank received in one dispatch. Views into the window, no copy: valid until combine or destruction; every
@@ -162,6 +174,14 @@ class SY_API Session {
     /// dropped its batch or failed), peer_lost, peer_closed, corrupt. `out` is undefined after an error.
     void combine(ExpertBatch& batch, const CombineArgs& args);
     void combine(ExpertBatch&& batch, const CombineArgs& args) { combine(batch, args); }
+
+    /// Goes on with the ranks that are left: after peer_lost, peer_closed or timed_out, called on all of them. Ends all open
+    /// batches (stale), agrees with the others on who is left and on the next epoch, and makes no memory. Ranks keep their
+    /// numbers and experts. Experts of those that left are refused in topk_ids, or count as unused with option partial.
+    /// With nobody dead it brings ranks together again that have lost count of their calls. Returns the members.
+    /// Waits until every member has called it, or has ended. Throws Error: timed_out (who did not come; then only shrink and
+    /// close are allowed), bad_input (windows that cannot be loaded), capacity (65,535 generations), corrupt.
+    std::vector<int> shrink(const ShrinkArgs& args = {});
 
     /// Leaves the group; further calls throw. Never waits. The other ranks' calls that need this rank fail with peer_closed.
     void close();

@@ -145,6 +145,7 @@ typedef struct sy_options {
     int64_t combine_path;
     int64_t depth;
     int64_t rows_max;
+    int64_t partial; /* 0 = no, anything else = yes */
     /* this rank only */
     int64_t workers;
     int64_t simd;
@@ -288,6 +289,8 @@ typedef struct sy_combine_args {
     const void* shared;        /* [T,H] output of shared experts, added unweighted; null = none */
     void* out;                 /* [T,H] of options.dtype, dense, written whole; may be null when T = 0 */
     int64_t timeout_ms;        /* deadline of this call; 0 = the session's */
+    int32_t* missing;          /* [T] if set: slots of each token that contributed nothing because their expert's rank has
+                                  died (option partial) */
 } sy_combine_args;
 
 /* Views of a batch into the window, no copy: valid until sy_combine, sy_drop, sy_close or sy_free. */
@@ -322,6 +325,13 @@ SY_API int32_t sy_session_x(sy_session* session, void** x);
  * experts' output of all ranks. Uses the batch up and sets *batch to {null, 0}, whatever happens, unless the call is refused
  * with SY_STALE. Arguments that cannot be read drop the batch. */
 SY_API int32_t sy_combine(sy_session* session, sy_batch* batch, const sy_combine_args* args);
+
+/* Goes on with the ranks that are left: after SY_PEER_LOST, SY_PEER_CLOSED or SY_TIMED_OUT, called on all of them. Ends all open
+ * batches, agrees with the others on who is left and on the next epoch, and makes no memory; ranks keep their numbers and
+ * experts. kill_missing != 0: a member that has not come by the deadline (timeout_ms; 0 = the session's) is killed and its end
+ * awaited. is_member [count = R] gets 1 for each rank that is left; null when not wanted. SY_TIMED_OUT names who did not
+ * come; then only sy_shrink, sy_close and sy_free are allowed. */
+SY_API int32_t sy_shrink(sy_session* session, int64_t timeout_ms, int32_t kill_missing, int32_t* is_member, int64_t count);
 
 /* Gives a batch up: the other ranks' combine of it fails at once with SY_PEER_LEFT. Sets *batch to {null, 0}. Never waits. */
 SY_API int32_t sy_drop(sy_batch* batch);

@@ -50,6 +50,8 @@ constexpr OptionInfo table[] = {
     {"rows_max", "--rows-max", "rows", true, 0, kMany - 1, "rows a rank can receive in one dispatch; 0 = the worst case",
      SY_FIELD(rows_max), ""},
     {"depth", "--depth", "dispatches", true, 1, 64, "dispatches in flight", SY_FIELD(depth), ""},
+    {"partial", "--partial", "", true, 0, 1, "go on without the experts of ranks that have died", SY_CHOICE(partial),
+     "no=0 yes=1"},
     {"workers", "--workers", "threads", false, 1, 64, "threads of a rank that move rows", SY_FIELD(workers), ""},
     {"simd", "--simd", "", false, 0, 7, "instruction set of the number kernels", SY_CHOICE(simd),
      "auto=0 scalar=1 ssse3=2 sse4=3 avx2=4 avx512=5 avx512_dl=6 neon=7"},

@@ -20,6 +20,18 @@ Status check_combine(const Rank& rank, const Flight& flight, const CombineArgs& 
     return {};
 }
 
+// Slots of each token whose row never comes: their expert's rank has left the group, or has died in this epoch.
+void count_missing(const Flight& flight, int32_t* missing) {
+    const int64_t topk = flight.rank->window.shape.topk;
+    for (int64_t t = 0; t < flight.tokens; ++t) {
+        missing[t] = flight.missing.empty() ? 0 : flight.missing[static_cast<size_t>(t)];
+        for (int64_t k = 0; k < topk; ++k) {
+            const int32_t owner = flight.places[static_cast<size_t>(t * topk + k)].rank;
+            missing[t] += owner >= 0 && flight.lost[static_cast<size_t>(owner)] != 0;
+        }
+    }
+}
+
 }  // namespace
 
 void CombineStep::start(Rank& rank, Flight& flight, const CombineArgs& args) {
@@ -42,7 +54,7 @@ void CombineStep::start(Rank& rank, Flight& flight, const CombineArgs& args) {
     rank.kernels.fence();  // for the caller's own streaming stores to y
     raise_all(rank, Flag::returned, flight.slot, Word::of(flight.epoch, layout::returned_ok, rank.me()));
     offered_ = true;
-    await_.begin(rank, flight, Flag::returned);
+    await_.begin(rank, flight, Flag::returned, nullptr, rank.options.partial ? flight.lost.data() : nullptr);
 }
 
 Progress CombineStep::poll(Rank& rank, Flight& flight, bool thorough) {
@@ -71,6 +83,7 @@ Progress CombineStep::poll(Rank& rank, Flight& flight, bool thorough) {
                                flight.epoch, await_.refuser())};
         return Progress::failed;
     }
+    if (args_.missing) count_missing(flight, args_.missing);
     if (rank.options.combine_path == CombinePath::push)
         sum_home(rank, flight, args_);
     else

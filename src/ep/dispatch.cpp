@@ -40,6 +40,15 @@ Status check_dispatch(const Rank& rank, const Flight& flight, const DispatchArgs
     if (const int64_t i = find_bad_id(args.topk_ids, n, s.experts); i < n)
         return bad(fmt::format("topk_ids[{}][{}] is {}; experts are 0..{}, or -1 for an unused slot.", i / s.topk, i % s.topk,
                                args.topk_ids[i], s.experts - 1));
+    if (rank.generation == 0 || rank.options.partial) return {};
+    for (int64_t i = 0; i < n; ++i) {
+        const int32_t e = args.topk_ids[i];
+        if (e < 0 || rank.is_member(rank.placement.owner[static_cast<size_t>(e)])) continue;
+        return bad(
+            fmt::format("topk_ids[{}][{}] is {}, an expert of rank {}, which has left the group. Route to experts of its "
+                        "members, or open the session with option partial.",
+                        i / s.topk, i % s.topk, e, rank.placement.owner[static_cast<size_t>(e)]));
+    }
     return {};
 }
 
@@ -58,6 +67,10 @@ void DispatchStep::start(Rank& rank, Flight& flight, const DispatchArgs& args, c
     if (!verdict_.ok()) args_ = {.tag = args.tag};
     flight.tokens = args_.tokens;
     flight.materialised = false;
+    std::fill(flight.lost.begin(), flight.lost.end(), 0);
+    std::fill(flight.missing.begin(), flight.missing.end(), 0);
+    if (verdict_.ok() && rank.options.partial && rank.generation > 0)
+        args_.topk_ids = leave_out_lost_experts(rank, flight, args_);
     await_.begin_gate(rank, flight);
 }
 
@@ -109,7 +122,7 @@ Progress DispatchStep::after_counts(Rank& rank, Flight& flight) {
     raise_all(rank, Flag::arrived, flight.slot, Word::of(flight.epoch, 0, rank.me()), nothing_to_.data());
     fill_results(rank, flight);
     write_pad_rows(rank, flight);
-    await_.begin(rank, flight, Flag::arrived, nothing_from_.data());
+    await_.begin(rank, flight, Flag::arrived, nothing_from_.data(), rank.options.partial ? flight.lost.data() : nullptr);
     phase_ = Phase::rows;
     return Progress::pending;
 }
@@ -126,6 +139,8 @@ Progress DispatchStep::after_rows(Rank& rank, Flight& flight) {
             return end(rank, flight, std::move(s), no_culprit);
         write_pad_rows(rank, flight);
     }
+    for (int p = 0; p < rank.ranks(); ++p)
+        if (flight.lost[static_cast<size_t>(p)]) blank_rows_of(rank, flight, p);
     phase_ = Phase::ended;
     flight.open = true;
     return Progress::done;

@@ -113,11 +113,11 @@ void note_sent(Rank& rank, const Flight& flight) {
     rank.stats.bytes_sent_peers += static_cast<uint64_t>(to_peers * row_bytes);
 }
 
-Status tags_differ(const Flight& flight, uint64_t first_tag, int rank, uint64_t tag) {
+Status tags_differ(const Flight& flight, int first, uint64_t first_tag, int rank, uint64_t tag) {
     return {Code::mismatch,
-            fmt::format("dispatch {}: rank 0 calls it with tag {}, rank {} with tag {}. The ranks are not in the "
+            fmt::format("dispatch {}: rank {} calls it with tag {}, rank {} with tag {}. The ranks are not in the "
                         "same layer or step; make the same calls on all of them.",
-                        flight.epoch, first_tag, rank, tag)};
+                        flight.epoch, first, first_tag, rank, tag)};
 }
 
 // A row's source info, as it lies in this rank's window: another rank wrote it.
@@ -171,6 +171,7 @@ Rank::Rank(Transport& link_in, const layout::Window& window_in, const quant::Ker
       options(options_in),
       placement(Placement::contiguous(link_in.size(), options_in.experts)) {
     base.resize(static_cast<size_t>(link.size()));
+    left.resize(static_cast<size_t>(link.size()));
     const auto row = static_cast<size_t>(std::max(window.cell.stride, window.home_row.stride));
     scratch.assign(static_cast<size_t>(workers.count()), std::vector<std::byte>(row));
     row_pointers.assign(static_cast<size_t>(workers.count()), std::vector<const void*>(static_cast<size_t>(2 * options.topk)));
@@ -204,6 +205,11 @@ void Flight::allocate(Rank& of) {
     source_tokens.resize(ranks);
     expert_first.resize(experts);
     rows_of.resize(ranks);
+    lost.resize(ranks);
+    if (of.options.partial) {
+        used_ids.resize(static_cast<size_t>(s.tokens_max * s.topk));
+        missing.resize(static_cast<size_t>(s.tokens_max));
+    }
     places.resize(static_cast<size_t>(s.tokens_max * s.topk));
     next.resize(experts);
     ends.resize(experts);
@@ -240,17 +246,26 @@ Status take_counts(Rank& rank, Flight& flight, uint64_t tag) {
     const layout::Window& w = rank.window;
     const layout::WindowShape& s = w.shape;
     const auto experts = static_cast<size_t>(s.experts);
-    uint64_t first_tag = 0;  // of rank 0: all ranks compare with it, and tell the same
+    int first = -1;  // member: all ranks compare with its tag, and tell the same
+    uint64_t first_tag = 0;
+    const auto differs = [&](int q, uint64_t its) {
+        if (first < 0) first = q, first_tag = its;
+        return its != first_tag;
+    };
     for (int q = 0; q < rank.ranks(); ++q) {
         if (q == rank.me()) {
             flight.source_tokens[static_cast<size_t>(q)] = flight.tokens;
-            if (q == 0) first_tag = tag;
-            if (tag == first_tag) continue;
-            return tags_differ(flight, first_tag, q, tag);
+            if (!differs(q, tag)) continue;
+            return tags_differ(flight, first, first_tag, q, tag);
+        }
+        int32_t* counts = flight.counts.data() + static_cast<size_t>(q) * experts;
+        if (!rank.is_member(q)) {
+            std::fill(counts, counts + experts, 0);
+            flight.source_tokens[static_cast<size_t>(q)] = 0;
+            continue;
         }
         layout::CountHead head;
         std::memcpy(&head, rank.own(w.count_row(flight.slot, q)), sizeof head);
-        int32_t* counts = flight.counts.data() + static_cast<size_t>(q) * experts;
         std::memcpy(counts, rank.own(w.count_row(flight.slot, q)) + sizeof head, 4 * experts);
 
         int64_t sum = 0;
@@ -266,8 +281,7 @@ Status take_counts(Rank& rank, Flight& flight, uint64_t tag) {
                                 "0..{} tokens of at most {} rows each. That process does not follow the window format.",
                                 flight.epoch, q, head.epoch, head.tokens, sum, negative ? ", some negative" : "", flight.epoch,
                                 s.tokens_max, s.topk)};
-        if (q == 0) first_tag = head.tag;
-        if (head.tag != first_tag) return tags_differ(flight, first_tag, q, head.tag);
+        if (differs(q, head.tag)) return tags_differ(flight, first, first_tag, q, head.tag);
         flight.source_tokens[static_cast<size_t>(q)] = head.tokens;
     }
     place_experts(rank.placement, flight.counts, rank.options.expert_alignment, flight.expert_first, flight.rows_of);
@@ -512,6 +526,38 @@ Status materialise(Rank& rank, Flight& flight) {
     return {};
 }
 
+void blank_rows_of(Rank& rank, Flight& flight, int source) {
+    const layout::Window& w = rank.window;
+    const ExpertRange range = rank.placement.of_rank[static_cast<size_t>(rank.me())];
+    std::byte* slot = rank.own(w.slot(flight.slot));
+    for (int64_t e = range.first; e < range.last; ++e) {
+        int64_t first = flight.expert_first[static_cast<size_t>(e)];
+        for (int q = 0; q < source; ++q) first += flight.count(q, e);
+        const auto at = static_cast<size_t>(first), n = static_cast<size_t>(flight.count(source, e));
+        std::memset(slot + w.expand_x + at * static_cast<size_t>(w.row.payload_bytes), 0,
+                    n * static_cast<size_t>(w.row.payload_bytes));
+        std::memset(slot + w.scales + at * static_cast<size_t>(w.row.scale_bytes()), 0,
+                    n * static_cast<size_t>(w.row.scale_bytes()));
+        std::memset(slot + w.source_info + at * 12, 0xFF, n * 12);
+        if (w.shape.weights) std::memset(slot + w.weights + at * 4, 0, n * 4);
+    }
+}
+
+const int32_t* leave_out_lost_experts(const Rank& rank, Flight& flight, const DispatchArgs& args) {
+    const int64_t topk = rank.window.shape.topk;
+    for (int64_t t = 0; t < args.tokens; ++t) {
+        int32_t missing = 0;
+        for (int64_t i = t * topk; i < (t + 1) * topk; ++i) {
+            const int32_t e = args.topk_ids[i];
+            const bool is_lost = e >= 0 && !rank.is_member(rank.placement.owner[static_cast<size_t>(e)]);
+            flight.used_ids[static_cast<size_t>(i)] = is_lost ? -1 : e;
+            missing += is_lost;
+        }
+        flight.missing[static_cast<size_t>(t)] = missing;
+    }
+    return flight.used_ids.data();
+}
+
 void write_pad_rows(Rank& rank, const Flight& flight) {
     if (rank.options.expert_alignment == 1) return;
     const layout::Window& w = rank.window;
@@ -608,7 +654,8 @@ void sum_rows(Rank& rank, Flight& flight, const CombineArgs& args, bool encoded,
             for (int64_t t = first; t < last; ++t) {
                 for (int64_t k = 0; k < topk; ++k) {
                     const RowPlace place = flight.places[static_cast<size_t>(t * topk + k)];
-                    rows[k] = place.rank < 0 ? nullptr : where(place, t, k);
+                    const bool is_there = place.rank >= 0 && flight.lost[static_cast<size_t>(place.rank)] == 0;
+                    rows[k] = is_there ? where(place, t, k) : nullptr;
                     scales[k] = rows[k] && encoded ? static_cast<const std::byte*>(rows[k]) + w.home_row.scales_at : nullptr;
                 }
                 const quant::CombineInput input{

@@ -43,6 +43,12 @@ struct Rank {
     std::vector<std::vector<std::byte>> scratch;         ///< [workers] one encoded row each
     std::vector<std::vector<const void*>> row_pointers;  ///< [workers][2K] to the rows and scales of one token
 
+    uint64_t generation = 0;    ///< of the group: grows when it shrinks
+    uint64_t base_epoch = 1;    ///< first epoch of the generation; all before count as closed
+    std::vector<uint8_t> left;  ///< [R] 1: no longer of the group
+
+    bool is_member(int peer) const { return left[static_cast<size_t>(peer)] == 0; }
+
     /// Allocates everything; the link need not be attached yet.
     Rank(Transport& link, const layout::Window& window, const quant::Kernels& kernels, Workers& workers,
          const Options& options);
@@ -73,6 +79,11 @@ struct Flight {
     std::vector<int64_t> rows_of;        ///< [R] rows each rank receives, pad rows included
     std::vector<RowPlace> places;        ///< [tokens_max * K] of my rows
     std::vector<int32_t> next, ends;     ///< [E] scratch
+
+    // With option partial
+    std::vector<uint8_t> lost;      ///< [R] 1: ended in this epoch; nothing of it is awaited or read
+    std::vector<int32_t> used_ids;  ///< [tokens_max * K] topk_ids with experts of ranks that have left made unused
+    std::vector<int32_t> missing;   ///< [tokens_max] such slots of each of my tokens
 
     // Results
     std::vector<int64_t> expert_token_nums;  ///< [L]
@@ -118,6 +129,12 @@ Status find_sources(Rank& rank, Flight& flight);
 Status find_row(const Flight& flight, int64_t row, ExpertBatch::Row* found);
 /// in_place: copies all rows to expand_x and scales, once.
 Status materialise(Rank& rank, Flight& flight);
+
+/// packed: the rows that `source`, which has ended, may have left half written become rows of zeroes that nobody sent.
+void blank_rows_of(Rank& rank, Flight& flight, int source);
+
+/// topk_ids with the experts of ranks that are no longer members made unused; counts them per token in flight.missing.
+const int32_t* leave_out_lost_experts(const Rank& rank, Flight& flight, const DispatchArgs& args);
 
 /// Zeroes the pad rows of expert_alignment and marks their source -1. Only this rank writes them.
 void write_pad_rows(Rank& rank, const Flight& flight);

@@ -1,5 +1,7 @@
 #include "ep/flags.hpp"
 
+#include "ep/regroup.hpp"
+
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -101,7 +103,8 @@ std::string reason_text(const Rank& rank, uint64_t slot, int writer, uint64_t ep
     return text;
 }
 
-void Await::begin(const Rank& rank, const Flight& flight, Flag flag, const uint8_t* skip) {
+void Await::begin(const Rank& rank, const Flight& flight, Flag flag, const uint8_t* skip, uint8_t* lost) {
+    lost_ = lost;
     flag_ = flag;
     gate_ = false;
     epoch_ = own_ = flight.epoch;
@@ -114,7 +117,7 @@ void Await::begin(const Rank& rank, const Flight& flight, Flag flag, const uint8
     waiting_.clear();
     for (int i = 0; i < rank.ranks(); ++i) {
         const int p = (rank.me() + i) % rank.ranks();
-        if (!skip || !skip[p]) waiting_.push_back(p);
+        if (rank.is_member(p) && (!skip || !skip[p])) waiting_.push_back(p);
     }
 }
 
@@ -122,7 +125,7 @@ void Await::begin_gate(const Rank& rank, const Flight& flight) {
     begin(rank, flight, Flag::returned);
     gate_ = true;
     const auto depth = static_cast<uint64_t>(rank.window.shape.depth);
-    if (flight.epoch <= depth) waiting_.clear();  // nobody has used the slot yet
+    if (flight.epoch < rank.base_epoch + depth) waiting_.clear();  // nobody has used the slot in this generation
     epoch_ = flight.epoch - depth;
 }
 
@@ -151,6 +154,7 @@ bool Await::fail(Code code, int culprit, std::string text) {
 // order an error of a later epoch would pass for an error of this one.
 bool Await::somebody_left(const Rank& rank) {
     for (int peer = 0; peer < rank.ranks(); ++peer) {
+        if (!rank.is_member(peer)) continue;
         const Word gone = see(rank, Flag::gone, slot_, peer);
         if (gone.epoch() < own_ || see(rank, Flag::returned, slot_, peer).epoch() == own_) continue;
         // Once a refusal is known, only those count that will never raise the awaited flag: the reason to tell is the refusal.
@@ -162,9 +166,8 @@ bool Await::somebody_left(const Rank& rank) {
         if (code == Code::peer_lost || code == Code::peer_closed)
             return fail(
                 code, culprit,
-                fmt::format("rank {} {}, as rank {} has seen in epoch {}. Open a new session with the ranks that are left.",
-                            culprit, code == Code::peer_lost ? "has died (its process ended)" : "closed its session", peer,
-                            own_));
+                fmt::format("rank {} {}, as rank {} has seen in epoch {}. Call shrink() on the ranks that are left.", culprit,
+                            code == Code::peer_lost ? "has died (its process ended)" : "closed its session", peer, own_));
         std::string reason = gone.epoch() == own_ ? reason_text(rank, slot_, culprit, own_) : "";
         if (reason.empty() && culprit != no_culprit && culprit != peer) reason = fmt::format("because of rank {}.", culprit);
         return fail(code, culprit,
@@ -178,8 +181,9 @@ bool Await::somebody_left(const Rank& rank) {
 // ends it, unless a refusal or a common verdict is on its way, after which everybody may do as he likes. At the gate and in
 // combine only the awaited ranks matter: a fast one may have finished and closed.
 bool Await::somebody_ended(const Rank& rank) {
-    const bool any_end_counts = !gate_ && flag_ != Flag::returned && refuser_ < 0;
+    const bool any_end_counts = !gate_ && flag_ != Flag::returned && refuser_ < 0 && !lost_;
     for (int peer = 0; peer < rank.ranks(); ++peer) {
+        if (!rank.is_member(peer)) continue;
         const bool awaited_still = std::find(waiting_.begin(), waiting_.end(), peer) != waiting_.end();
         if (!awaited_still && !any_end_counts) continue;
         // In the order opposite to that in which a rank raises them: flags, `gone`, `closed`, its process's end. So what it
@@ -193,10 +197,19 @@ bool Await::somebody_ended(const Rank& rank) {
             return fail(Code::corrupt, peer,
                         fmt::format("epoch {}: rank {} shows epoch {}. That process does not follow the protocol.", own_, peer,
                                     see(rank, flag_, slot_, peer).epoch()));
+        if (is_lost && lost_) {
+            lost_[peer] = 1;
+            std::erase(waiting_, peer);
+            continue;
+        }
+        if (asks_to_regroup(rank, peer) && !is_lost && !is_closed)
+            return fail(Code::peer_left, peer,
+                        fmt::format("rank {} asks to regroup while epoch {} waited for {}. Call shrink() here too.", peer, own_,
+                                    awaited()));
         if (is_lost || is_closed)
             return fail(is_closed ? Code::peer_closed : Code::peer_lost, peer,
-                        fmt::format("rank {} {} while epoch {} waited for {}. Open a new session with the ranks that are left.",
-                                    peer, is_closed ? "closed its session" : "has died (its process ended)", own_, awaited()));
+                        fmt::format("rank {} {} while epoch {} waited for {}. Call shrink() on the ranks that are left.", peer,
+                                    is_closed ? "closed its session" : "has died (its process ended)", own_, awaited()));
     }
     return false;
 }
@@ -207,7 +220,7 @@ Progress Await::poll(Rank& rank, bool thorough) {
     if (!all_there && !thorough && ++looks_ % 64 != 0) return Progress::pending;
     if (!gate_ && somebody_left(rank)) return failed_unless_refused(rank);
     if (all_there) return Progress::done;
-    if (!somebody_ended(rank)) return Progress::pending;
+    if (!somebody_ended(rank)) return waiting_.empty() ? Progress::done : Progress::pending;
     // Why that rank left, or that it refused, tells more than its end; it may have come since the looks above.
     if (!gate_ && somebody_left(rank)) return failed_unless_refused(rank);
     const int refuser_before = refuser_;

@@ -36,8 +36,10 @@ class Await {
  public:
     void allocate(const Rank& rank) { waiting_.reserve(static_cast<size_t>(rank.ranks())); }
 
-    /// From every rank, `flag` of `epoch`; ranks in `skip` [R] are not awaited.
-    void begin(const Rank& rank, const Flight& flight, layout::Flag flag, const uint8_t* skip = nullptr);
+    /// From every member, `flag` of `epoch`; ranks in `skip` [R] are not awaited. With `lost` [R] a rank that has ended without
+    /// it is no error: it is marked there and not awaited any longer.
+    void begin(const Rank& rank, const Flight& flight, layout::Flag flag, const uint8_t* skip = nullptr,
+               uint8_t* lost = nullptr);
 
     /// From every rank, that it has closed the epoch that used this slot before (`returned` of it, or `gone`).
     void begin_gate(const Rank& rank, const Flight& flight);
@@ -72,6 +74,7 @@ class Await {
     uint64_t own_ = 0;    // of the flight
     uint64_t slot_ = 0;
     std::vector<int> waiting_;
+    uint8_t* lost_ = nullptr;  // [R], or null: an end is an error
     int looks_ = 0;
     int refuser_ = -1;
     uint32_t refusal_ = 0;

@@ -58,10 +58,40 @@ static_assert(sizeof(CountHead) == 64);
 
 /// One line per writer and session.
 struct MemberLine {
-    uint64_t closed;  ///< 1: the writer has closed its session
-    uint64_t reserved[7];
+    uint64_t closed;   ///< 1: the writer has closed its session
+    uint64_t regroup;  ///< a Turn: the writer has left all epochs and asks for this generation of the group
+    uint64_t reserved[6];
 };
 static_assert(sizeof(MemberLine) == 64);
+
+/// A regroup word: generation (16 bits) | the writer's next epoch (48 bits). Only grows.
+struct Turn {
+    uint64_t bits = 0;
+
+    static constexpr uint64_t generation_max = 0xFFFF;
+    SY_HD static constexpr Turn of(uint64_t generation, uint64_t next_epoch) {
+        return {generation << 48 | (next_epoch & Word::epoch_max)};
+    }
+    SY_HD constexpr uint64_t generation() const { return bits >> 48; }
+    SY_HD constexpr uint64_t next_epoch() const { return bits & Word::epoch_max; }
+};
+
+/// Who is left and where they go on, as one rank has seen it; in its own window, two in turn.
+struct Offer {
+    uint64_t generation;
+    uint64_t base;         ///< first epoch of the generation
+    uint64_t members[64];  ///< bit r % 64 of word r / 64
+    uint64_t reserved[6];
+};
+static_assert(sizeof(Offer) == 576 && 64 * 64 > ranks_max);
+
+/// In the window of rank 0, which outlives its owner: a Word of the generation that was decided last and of the rank whose
+/// offer stands. Changed by compare-and-swap only.
+struct Decision {
+    uint64_t word;
+    uint64_t reserved[7];
+};
+static_assert(sizeof(Decision) == 64);
 
 /// Two words for sleeping, written by all ranks; they carry no meaning. See transport.hpp.
 struct Bell {

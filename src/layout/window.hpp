@@ -85,7 +85,7 @@ struct Window {
     HomeRow home_row;
     int64_t cell_rows;  ///< rows of one (expert, source) cell: every row a source can send
 
-    uint64_t bell, members, flags, reasons, slots;
+    uint64_t bell, members, flags, reasons, decision, offers, slots;
     uint64_t counts, count_stride, expand_x, scales, source_info, weights, y, home, landing, x, x_scales, x_ids, x_weights;
     uint64_t slot_bytes;
     uint64_t bytes;  ///< of the whole window; Region::limit_exceeded when no address space could hold it
@@ -104,6 +104,8 @@ struct Window {
     SY_HD constexpr uint64_t member(int64_t writer) const {
         return members + static_cast<uint64_t>(writer) * sizeof(MemberLine);
     }
+    /// The offer of the window's owner for a generation.
+    SY_HD constexpr uint64_t offer(uint64_t generation) const { return offers + (generation & 1) * sizeof(Offer); }
     SY_HD constexpr uint64_t slot(uint64_t index) const { return slots + index * slot_bytes; }
     SY_HD constexpr uint64_t count_row(uint64_t slot_index, int64_t writer) const {
         return slot(slot_index) + counts + static_cast<uint64_t>(writer) * count_stride;
@@ -161,6 +163,8 @@ SY_HD constexpr Window window_of(const WindowShape& s) {
     w.members = window.take(ranks, sizeof(MemberLine), line_bytes);
     w.flags = window.take(depth * ranks, sizeof(FlagLine), line_bytes);
     w.reasons = window.take(2 * depth * ranks, sizeof(Reason), line_bytes);
+    w.decision = window.take(1, sizeof(Decision), line_bytes);
+    w.offers = window.take(2, sizeof(Offer), line_bytes);
     w.slots = window.take(depth, w.slot_bytes, page_bytes);
     w.bytes = window.bytes();
     return w;

@@ -14,6 +14,7 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <csignal>
 #include <cstring>
 #include <utility>
 
@@ -111,6 +112,12 @@ class ShmTransport final : public MappedTransport {
         if (!windows_.starts().empty())
             use_windows(windows_.starts(), request.window_bytes, request.bell_offset, windows_.memory());
         return {};
+    }
+
+    bool kill(int peer) override {
+        if (peer < 0 || peer >= size() || peer == rank() || processes_.empty()) return false;
+        // By its descriptor, not its number: the number may belong to another process by now.
+        return syscall(SYS_pidfd_send_signal, processes_[static_cast<size_t>(peer)].get(), SIGKILL, nullptr, 0) == 0;
     }
 
     bool lost(int peer) override {

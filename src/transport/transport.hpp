@@ -89,6 +89,9 @@ class Transport {
     /// True once that rank's process has ended: none of its stores is still under way. Never blocks. Its window stays readable.
     virtual bool lost(int peer) = 0;
 
+    /// Ends that rank's process where this can be done; lost() tells when it has ended. False where it cannot. Never blocks.
+    virtual bool kill(int) { return false; }
+
     // ---- sleeping: announce(); look at the flags once more; sleep(ticket, slice) unless all there; awake()
     /// Says that this rank is about to sleep; returns a ticket. A raise whose ring() does not see the announcement
     /// is seen by a look at the flags after it.
