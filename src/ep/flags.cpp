@@ -164,7 +164,7 @@ bool Await::somebody_left(const Rank& rank) {
                 code, culprit,
                 fmt::format("rank {} {}, as rank {} has seen in epoch {}. Open a new session with the ranks that are left.",
                             culprit, code == Code::peer_lost ? "has died (its process ended)" : "closed its session", peer,
-                            own_));
+                            gone.epoch()));
         std::string reason = gone.epoch() == own_ ? reason_text(rank, slot_, culprit, own_) : "";
         if (reason.empty() && culprit != no_culprit && culprit != peer) reason = fmt::format("because of rank {}.", culprit);
         return fail(code, culprit,
