@@ -184,6 +184,50 @@ TEST(Unreachable, WindowsAreRefusedByWhatMustLoadThem) {
     }
 }
 
+// Rank 0 refuses, and then its time is up before rank 1 has come: rank 1 still learns why.
+class Refused : public testing::TestWithParam<Landing> {};
+
+TEST_P(Refused, AReasonThatWasPublishedStands) {
+    std::vector<Player> players = players_over(options_with(GetParam(), Format::none, Format::none), true);
+    for (Player& p : players) ASSERT_TRUE(p.rank->connect().ok());
+    players[0].ids[4] = 99;
+    for (const size_t r : {size_t{0}, size_t{2}}) {
+        players[r].start(1);
+        EXPECT_EQ(players[r].dispatch.poll(*players[r].rank, players[r].flight, true), ep::Progress::pending);
+    }
+    players[0].dispatch.give_up(*players[0].rank, players[0].flight, 5);
+    EXPECT_EQ(players[0].dispatch.status().code(), Code::timed_out);
+    for (const size_t r : {size_t{1}, size_t{2}}) {
+        Player& p = players[r];
+        if (r == 1) p.start(1);
+        EXPECT_EQ(finish([&] { return p.dispatch.poll(*p.rank, p.flight, true); }), ep::Progress::failed);
+        EXPECT_EQ(p.dispatch.status().code(), Code::bad_input);
+        EXPECT_NE(p.dispatch.status().text().find("rank 0: topk_ids[1][1] is 99"), std::string::npos)
+            << p.dispatch.status().text();
+    }
+}
+
+// A refusal that stands for an earlier error, here a death: nobody may take the refuser for the dead one.
+TEST_P(Refused, WhoLeavesBecauseOfARefusalDoesNotPassItsCodeOn) {
+    std::vector<Player> players = players_over(options_with(GetParam(), Format::none, Format::none), true);
+    for (Player& p : players) ASSERT_TRUE(p.rank->connect().ok());
+    for (size_t r = 0; r < 3; ++r) {
+        Player& p = players[r];
+        p.flight.epoch = 1;
+        p.flight.slot = 0;
+        p.dispatch.start(*p.rank, p.flight, p.args(), r == 2 ? Status(Code::peer_lost, "rank 2: rank 1 has died") : Status());
+        static_cast<void>(p.dispatch.poll(*p.rank, p.flight, true));
+    }
+    Player& p = players[0];
+    EXPECT_EQ(finish([&] { return p.dispatch.poll(*p.rank, p.flight, true); }), ep::Progress::failed);
+    EXPECT_EQ(p.dispatch.status().code(), Code::peer_lost);
+    const layout::Word gone = ep::see(*players[1].rank, layout::Flag::gone, 0, 0);
+    EXPECT_EQ(gone.epoch(), 1U);
+    EXPECT_EQ(static_cast<Code>(gone.code()), Code::bad_input);
+    EXPECT_EQ(gone.rank(), 2);
+}
+INSTANTIATE_TEST_SUITE_P(Landings, Refused, testing::Values(Landing::packed, Landing::padded, Landing::in_place));
+
 // Rank 0 and rank 2 have counted; somebody writes into rank 0's window before it looks.
 class Tampered : public testing::TestWithParam<Landing> {
  protected:

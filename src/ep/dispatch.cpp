@@ -111,7 +111,7 @@ void DispatchStep::after_gate(Rank& rank, Flight& flight) {
 
 // All counts are there: any refusal or excess ends the epoch on every rank, for the same reason, before a row has moved.
 Progress DispatchStep::after_counts(Rank& rank, Flight& flight) {
-    if (await_.refuser() >= 0) return end(rank, flight, refusal(rank, flight), await_.refuser());
+    if (await_.refuser() >= 0) return refused(rank, flight);
     if (Status s = take_counts(rank, flight, args_.tag); !s.ok()) return end(rank, flight, std::move(s), no_culprit);
     fill_places(rank, flight, args_.topk_ids);
     send_rows(rank, flight, args_);
@@ -129,7 +129,7 @@ Progress DispatchStep::after_counts(Rank& rank, Flight& flight) {
 
 Progress DispatchStep::after_rows(Rank& rank, Flight& flight) {
     if (rank.options.landing != Landing::packed) {
-        if (await_.refuser() >= 0) return end(rank, flight, refusal(rank, flight), await_.refuser());
+        if (await_.refuser() >= 0) return refused(rank, flight);
         if (Status s = take_counts(rank, flight, args_.tag); !s.ok()) return end(rank, flight, std::move(s), no_culprit);
         fill_places(rank, flight, args_.topk_ids);
         fill_results(rank, flight);
@@ -146,12 +146,19 @@ Progress DispatchStep::after_rows(Rank& rank, Flight& flight) {
     return Progress::done;
 }
 
-Status DispatchStep::refusal(Rank& rank, const Flight& flight) const {
-    const std::string reason = reason_text(rank, flight.slot, await_.refuser(), flight.epoch);
-    if (await_.refusal() > static_cast<uint32_t>(Code::corrupt))
-        return {Code::corrupt, fmt::format("dispatch {}: rank {} refuses it with the unknown code {}.", flight.epoch,
-                                           await_.refuser(), await_.refusal())};
-    return {static_cast<Code>(await_.refusal()), fmt::format("dispatch {} refused: {}", flight.epoch, reason)};
+// Another rank, or this one, has refused. `gone` tells it as bad input whatever the code is, that is, as a verdict that every
+// rank reaches by itself: the code may be that of an earlier error of the refuser, of a death say, and the culprit of that is
+// not known here.
+Progress DispatchStep::refused(Rank& rank, Flight& flight) {
+    const uint32_t code = await_.refusal();
+    status_ = code <= static_cast<uint32_t>(Code::corrupt)
+                  ? Status(static_cast<Code>(code), fmt::format("dispatch {} refused: {}", flight.epoch,
+                                                                reason_text(rank, flight.slot, await_.refuser(), flight.epoch)))
+                  : Status(Code::corrupt, fmt::format("dispatch {}: rank {} refuses it with the unknown code {}.", flight.epoch,
+                                                      await_.refuser(), code));
+    phase_ = Phase::ended;  // not before: an exception above finds an epoch to leave
+    leave(rank, flight, Code::bad_input, await_.refuser());
+    return Progress::failed;
 }
 
 Progress DispatchStep::end(Rank& rank, Flight& flight, Status why, int culprit) {
@@ -176,8 +183,9 @@ void DispatchStep::give_up(Rank& rank, Flight& flight, int64_t waited_ms) {
                      fmt::format("dispatch {} timed out on rank {} after {} ms waiting for {}.{} Raise timeout_ms if that rank "
                                  "is slow; otherwise see what it does: all ranks must make the same calls in the same order.",
                                  flight.epoch, rank.me(), waited_ms, await_.awaited(), owed));
-    // Before the gate a rank may still read what I wrote for an earlier epoch; the code in the flag must do.
-    if (phase_ != Phase::gate) send_reason(rank, flight, why);
+    // Before the gate a rank may still read what I wrote for an earlier epoch; the code in the flag must do. And a refusal that
+    // I have published stands: a rank that is late may be reading why.
+    if (phase_ != Phase::gate && verdict_.ok()) send_reason(rank, flight, why);
     end(rank, flight, why, rank.me());
 }
 

@@ -40,7 +40,7 @@ class DispatchStep {
     Progress after_counts(Rank& rank, Flight& flight);
     Progress after_rows(Rank& rank, Flight& flight);
     Progress end(Rank& rank, Flight& flight, Status why, int culprit);
-    Status refusal(Rank& rank, const Flight& flight) const;
+    Progress refused(Rank& rank, Flight& flight);
 
     DispatchArgs args_;
     Status verdict_;  // of this rank's own input

@@ -1,9 +1,10 @@
 // The contract between ranks: attach windows, put bytes into a peer's window, then raise a flag there.
 //
-// Promised:   a raise() is seen after every put() to the same peer, and after every store of the calling thread through
-//             reach(), that came before it. attach() has the same outcome on every rank that comes back from it.
-// Open:       the order of puts among themselves; the order between different peers; when a put becomes visible before a
-//             raise that follows it; whether a rank can be reached.
+// Promised:   a raise() is seen after every put() and raise() to the same peer, and after every store of the calling thread
+//             through reach(), that came before it. Puts of one thread to the same bytes are seen in their order. attach()
+//             has the same outcome on every rank that comes back from it.
+// Open:       the order of puts to different places; the order between different peers; when a put becomes visible before a
+//             raise that follows it; whether it becomes visible before a raise that it follows; whether a rank can be reached.
 // Relied on:  8-byte aligned flags, one writer per flag, values that only grow; offsets inside the window.
 //
 // A transport moves bytes and flags. It does not know tokens, formats or the layout of a window; where the bell lies it is
