@@ -163,6 +163,7 @@ constexpr Field fields[] = {
     {"timeout_ms", &sy_options::timeout_ms},
     {"huge_pages", &sy_options::huge_pages},
     {"pin", &sy_options::pin},
+    {"jitter_us", &sy_options::jitter_us},
 };
 static_assert(sizeof(sy_options) == sizeof(size_t) + std::size(fields) * sizeof(int64_t));
 

@@ -317,6 +317,7 @@ struct Session::Impl {
     }
     void waited_for(int peer, int64_t ns) {
         if (peer >= 0) waits[static_cast<size_t>(peer)] += ns;
+        rank->trace.waited(peer, ns);
     }
     Deadline deadline(int64_t timeout_ms) const {
         return Deadline::after_ms(timeout_ms > 0 ? timeout_ms : rank->options.timeout_ms);
@@ -559,6 +560,7 @@ void Session::combine(ExpertBatch& batch, const CombineArgs& args) {
         s.combine.abandon(*s.rank, flight);
         throw;
     }
+    s.rank->edge(end == ep::Progress::done ? Edge::combined : Edge::combine_failed, flight.epoch);
     if (end == ep::Progress::done) return;
     if (s.combine.untold())
         s.untold = Status(s.combine.status().code(),
@@ -611,6 +613,7 @@ std::vector<int> Session::shrink(const ShrinkArgs& args) {
     }
     s.regrouping = false;
     s.last_epoch = s.rank->base_epoch - 1;
+    s.rank->edge(Edge::shrunk, s.last_epoch);
     std::vector<int> members;
     for (int p = 0; p < s.link->size(); ++p)
         if (s.rank->is_member(p)) members.push_back(p);
@@ -634,6 +637,9 @@ int64_t Session::experts_local() const {
 }
 int64_t Session::window_bytes() const {
     return static_cast<int64_t>(impl().rank->window.bytes);
+}
+std::vector<TraceEvent> Session::trace() const {
+    return impl().rank->trace.events();
 }
 std::string Session::memory_text() const {
     const Impl& s = impl();

@@ -49,6 +49,7 @@ struct Options {
     HugePages huge_pages = HugePages::automatic;
     bool pin = false;            ///< each helper thread stays on one CPU of this rank's share of those its process may use;
                                  ///< the caller's thread is left alone
+    int64_t jitter_us = 0;       ///< for tests: sleeps up to so long, at random, wherever a phase ends
     int64_t timeout_ms = 30000;  ///< deadline of one call, in milliseconds, >= 1
 
     RowFormat dispatch_format() const { return {dispatch_quant, mx_rule, mx_overflow, fp8_scale}; }

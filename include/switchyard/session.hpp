@@ -20,6 +20,7 @@
 
 #include "switchyard/options.hpp"
 #include "switchyard/status.hpp"
+#include "switchyard/trace.hpp"
 #include "switchyard/types.hpp"
 
 namespace switchyard {
@@ -196,6 +197,9 @@ class SY_API Session {
     /// Nothing is bound or pinned that is not told here.
     std::string memory_text() const;
     SessionStats stats() const;
+
+    /// The last events, oldest first, at most 4096: the last few hundred calls. Allocates. They are always noted.
+    std::vector<TraceEvent> trace() const;
 
     /// [R] nanoseconds this rank has stood waiting while that rank was the next one it lacked, since the session opened: row
     /// `rank()` of the group's wait matrix. The sum is that of the three wait_ns in stats(). Of several late ranks one at a

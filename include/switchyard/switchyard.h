@@ -151,7 +151,8 @@ typedef struct sy_options {
     int64_t simd;
     int64_t timeout_ms;
     int64_t huge_pages;
-    int64_t pin; /* 0 = no, anything else = yes */
+    int64_t pin;       /* 0 = no, anything else = yes */
+    int64_t jitter_us; /* for tests */
 } sy_options;
 
 /* One line of the table of options. The texts live as long as the library. */

@@ -58,6 +58,8 @@ constexpr OptionInfo table[] = {
     {"huge_pages", "--huge-pages", "", false, 0, 2, "window in reserved huge pages", SY_CHOICE(huge_pages),
      "auto=0 no=1 yes=2"},
     {"pin", "--pin", "", false, 0, 1, "helper threads stay on one CPU each", SY_CHOICE(pin), "no=0 yes=1"},
+    {"jitter_us", "--jitter-us", "us", false, 0, 1'000'000, "for tests: random sleeps where phases end", SY_FIELD(jitter_us),
+     ""},
     {"timeout_ms", "--timeout-ms", "ms", false, 1, int64_t{1} << 40, "deadline of one call", SY_FIELD(timeout_ms), ""},
 };
 #undef SY_FIELD

@@ -1,6 +1,16 @@
 #include "switchyard/status.hpp"
 
+#include "switchyard/trace.hpp"
+
 namespace switchyard {
+
+const char* edge_name(Edge edge) {
+    constexpr const char* names[edges] = {"dispatch_began", "slot_free",  "counts_out",      "counts_in",     "rows_out",
+                                          "rows_in",        "dispatched", "dispatch_failed", "combine_began", "y_out",
+                                          "y_in",           "combined",   "combine_failed",  "shrunk"};
+    const auto i = static_cast<int32_t>(edge);
+    return i >= 0 && i < edges ? names[i] : "unknown";
+}
 
 const char* code_name(Code code) {
     switch (code) {

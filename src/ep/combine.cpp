@@ -38,6 +38,7 @@ void CombineStep::start(Rank& rank, Flight& flight, const CombineArgs& args) {
     offered_ = ended_ = untold_ = false;  // first: an exception below finds an epoch to leave
     flight.open = false;
     args_ = args;
+    rank.edge(Edge::combine_began, flight.epoch);
     status_ = check_combine(rank, flight, args);
     if (status_.ok()) {
         const void* y = args.y ? args.y : rank.own(rank.window.slot(flight.slot) + rank.window.y);
@@ -54,6 +55,7 @@ void CombineStep::start(Rank& rank, Flight& flight, const CombineArgs& args) {
     rank.kernels.fence();  // for the caller's own streaming stores to y
     raise_all(rank, Flag::returned, flight.slot, Word::of(flight.epoch, layout::returned_ok, rank.me()));
     offered_ = true;
+    rank.edge(Edge::y_out, flight.epoch);
     await_.begin(rank, flight, Flag::returned, nullptr, rank.options.partial ? flight.lost.data() : nullptr);
 }
 
@@ -69,6 +71,7 @@ Progress CombineStep::poll(Rank& rank, Flight& flight, bool thorough) {
         case Progress::done: break;
     }
     ended_ = true;
+    rank.edge(Edge::y_in, flight.epoch);
     if (await_.refuser() >= 0 && has_closed(rank, await_.refuser())) {
         status_ = {Code::peer_closed,
                    fmt::format("combine {}: rank {} closed its session with this batch open. Open a new session "

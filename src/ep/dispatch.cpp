@@ -62,6 +62,7 @@ void DispatchStep::start(Rank& rank, Flight& flight, const DispatchArgs& args, c
     phase_ = Phase::gate;  // first: an exception below finds an epoch to leave
     args_ = args;
     status_ = {};
+    rank.edge(Edge::dispatch_began, flight.epoch);
     verdict_ = prior.ok() ? check_dispatch(rank, flight, args) : prior;
     // A refused batch has no rows: nothing of it is read any more.
     if (!verdict_.ok()) args_ = {.tag = args.tag};
@@ -95,6 +96,7 @@ Progress DispatchStep::poll(Rank& rank, Flight& flight, bool thorough) {
 // My counts, or my refusal. With padded and in_place landing the rows need no counts of others, and go out with mine.
 void DispatchStep::after_gate(Rank& rank, Flight& flight) {
     const Landing landing = rank.options.landing;
+    rank.edge(Edge::slot_free, flight.epoch);
     send_counts(rank, flight, args_);
     if (!verdict_.ok())
         send_reason(rank, flight, verdict_);
@@ -105,12 +107,14 @@ void DispatchStep::after_gate(Rank& rank, Flight& flight) {
     const bool counts_first = landing == Landing::packed;
     const Flag flag = counts_first ? Flag::counted : Flag::arrived;
     raise_all(rank, flag, flight.slot, Word::of(flight.epoch, static_cast<uint32_t>(verdict_.code()), rank.me()));
+    rank.edge(counts_first ? Edge::counts_out : Edge::rows_out, flight.epoch);
     await_.begin(rank, flight, flag);
     phase_ = counts_first ? Phase::counts : Phase::rows;
 }
 
 // All counts are there: any refusal or excess ends the epoch on every rank, for the same reason, before a row has moved.
 Progress DispatchStep::after_counts(Rank& rank, Flight& flight) {
+    rank.edge(Edge::counts_in, flight.epoch);
     if (await_.refuser() >= 0) return refused(rank, flight);
     if (Status s = take_counts(rank, flight, args_.tag); !s.ok()) return end(rank, flight, std::move(s), no_culprit);
     fill_places(rank, flight, args_.topk_ids);
@@ -120,6 +124,7 @@ Progress DispatchStep::after_counts(Rank& rank, Flight& flight) {
         nothing_from_[static_cast<size_t>(p)] = flight.rows_between(p, rank.me()) == 0;
     }
     raise_all(rank, Flag::arrived, flight.slot, Word::of(flight.epoch, 0, rank.me()), nothing_to_.data());
+    rank.edge(Edge::rows_out, flight.epoch);
     fill_results(rank, flight);
     write_pad_rows(rank, flight);
     await_.begin(rank, flight, Flag::arrived, nothing_from_.data(), rank.options.partial ? flight.lost.data() : nullptr);
@@ -128,6 +133,7 @@ Progress DispatchStep::after_counts(Rank& rank, Flight& flight) {
 }
 
 Progress DispatchStep::after_rows(Rank& rank, Flight& flight) {
+    rank.edge(Edge::rows_in, flight.epoch);
     if (rank.options.landing != Landing::packed) {
         if (await_.refuser() >= 0) return refused(rank, flight);
         if (Status s = take_counts(rank, flight, args_.tag); !s.ok()) return end(rank, flight, std::move(s), no_culprit);
@@ -143,6 +149,7 @@ Progress DispatchStep::after_rows(Rank& rank, Flight& flight) {
         if (flight.lost[static_cast<size_t>(p)]) blank_rows_of(rank, flight, p);
     phase_ = Phase::ended;
     flight.open = true;
+    rank.edge(Edge::dispatched, flight.epoch);
     return Progress::done;
 }
 
@@ -158,6 +165,7 @@ Progress DispatchStep::refused(Rank& rank, Flight& flight) {
                                                       await_.refuser(), code));
     phase_ = Phase::ended;  // not before: an exception above finds an epoch to leave
     leave(rank, flight, Code::bad_input, await_.refuser());
+    rank.edge(Edge::dispatch_failed, flight.epoch);
     return Progress::failed;
 }
 
@@ -165,6 +173,7 @@ Progress DispatchStep::end(Rank& rank, Flight& flight, Status why, int culprit) 
     phase_ = Phase::ended;
     status_ = std::move(why);
     leave(rank, flight, status_.code(), culprit);
+    rank.edge(Edge::dispatch_failed, flight.epoch);
     return Progress::failed;
 }
 

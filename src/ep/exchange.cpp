@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 namespace switchyard::ep {
 namespace {
@@ -175,6 +177,14 @@ Rank::Rank(Transport& link_in, const layout::Window& window_in, const quant::Ker
     const auto row = static_cast<size_t>(std::max(window.cell.stride, window.home_row.stride));
     scratch.assign(static_cast<size_t>(workers.count()), std::vector<std::byte>(row));
     row_pointers.assign(static_cast<size_t>(workers.count()), std::vector<const void*>(static_cast<size_t>(2 * options.topk)));
+}
+
+void Rank::sleep_at_random() {
+    if (dice == 0) dice = static_cast<uint64_t>(now_ns()) * 2 + 1;
+    dice ^= dice << 13, dice ^= dice >> 7, dice ^= dice << 17;
+    if (dice % 2 == 0) return;  // half of the edges stay sharp
+    const auto us = static_cast<int64_t>((dice >> 8) % static_cast<uint64_t>(options.jitter_us + 1));
+    std::this_thread::sleep_for(std::chrono::microseconds(us));
 }
 
 Status Rank::connect() {

@@ -14,12 +14,14 @@
 #include <span>
 #include <vector>
 
+#include "core/clock.hpp"
 #include "core/process.hpp"
 #include "ep/routing.hpp"
 #include "ep/workers.hpp"
 #include "layout/window.hpp"
 #include "quant/quant.hpp"
 #include "switchyard/session.hpp"
+#include "switchyard/trace.hpp"
 #include "transport/transport.hpp"
 
 namespace switchyard::ep {
@@ -27,6 +29,37 @@ namespace switchyard::ep {
 /// The window that a session with these options needs. `landing` and `rows_max` are chosen; a combine_path that is still
 /// automatic gets room for either.
 layout::WindowShape shape_of(const Options& options, int64_t ranks);
+
+/// The last events of a session. One writer, no lock; noting one costs a look at the clock.
+class Trace {
+ public:
+    static constexpr size_t capacity = 4096;
+
+    Trace() : events_(capacity) {}
+    void note(Edge edge, uint64_t epoch) {
+        events_[count_++ % capacity] = {now_ns(), epoch, waited_ns_, waited_for_, edge};
+        waited_ns_ = longest_ns_ = run_ns_ = 0;
+        waited_for_ = run_of_ = -1;
+    }
+    void waited(int peer, int64_t ns) {
+        waited_ns_ += ns;
+        if (peer != run_of_) run_of_ = peer, run_ns_ = 0;
+        run_ns_ += ns;
+        if (run_ns_ > longest_ns_) longest_ns_ = run_ns_, waited_for_ = peer;
+    }
+    /// Oldest first.
+    std::vector<TraceEvent> events() const {
+        std::vector<TraceEvent> all;
+        for (uint64_t i = count_ > capacity ? count_ - capacity : 0; i < count_; ++i) all.push_back(events_[i % capacity]);
+        return all;
+    }
+
+ private:
+    std::vector<TraceEvent> events_;
+    uint64_t count_ = 0;
+    int64_t waited_ns_ = 0, longest_ns_ = 0, run_ns_ = 0;
+    int waited_for_ = -1, run_of_ = -1;
+};
 
 /// One member of the group, seen from inside. Lives as long as its session.
 struct Rank {
@@ -55,6 +88,17 @@ struct Rank {
     /// Takes the windows of the attached link, and chooses the path of combine. bad_input when an option asks for windows
     /// that can be loaded and some cannot.
     Status connect();
+
+    Trace trace;
+    uint64_t dice = 0;  ///< of option jitter_us
+
+    /// Notes what has just been finished. With option jitter_us it then sleeps, so that tests meet the orders of events that a
+    /// quiet machine never shows.
+    void edge(Edge edge, uint64_t epoch) {
+        trace.note(edge, epoch);
+        if (options.jitter_us > 0) sleep_at_random();
+    }
+    void sleep_at_random();
 
     bool here() const { return born.here(); }
     int me() const { return link.rank(); }
