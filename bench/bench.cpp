@@ -5,15 +5,20 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdlib>
+#include <ctime>
+#include <filesystem>
 #include <fstream>
+#include <optional>
 #include <stdexcept>
 
 #include "bars.hpp"
 #include "contestant.hpp"
 #include "curves.hpp"
+#include "lines.hpp"
 #include "print.hpp"
 #include "processes.hpp"
 #include "rank.hpp"
+#include "report.hpp"
 #include "results.hpp"
 
 namespace switchyard::bench {
@@ -44,12 +49,43 @@ int64_t free_memory() {
     return 0;
 }
 
-json machine(const Flags& flags, const Plan& plan) {
+std::string now_text() {
+    const std::time_t now = std::time(nullptr);
+    char text[32];
+    std::tm utc{};
+    return {text, std::strftime(text, sizeof text, "%Y-%m-%d %H:%M UTC", gmtime_r(&now, &utc))};
+}
+
+// The command line for a shell, without where the output goes.
+std::string command_text(int argc, char** argv) {
+    std::string text = "switchyard bench";
+    for (int i = 1; i < argc; ++i) {
+        const std::string word = argv[i];
+        if (word == "--report") ++i;
+        if (word == "--report" || word.starts_with("--report=") || word == "--json") continue;
+        const bool plain = !word.empty() && word.find_first_not_of(
+                                                "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+                                                "_-./,:=+") == word.npos;
+        text += ' ';
+        if (plain) {
+            text += word;
+            continue;
+        }
+        text += '\'';
+        for (const char c : word) text += c == '\'' ? std::string("'\\''") : std::string(1, c);
+        text += '\'';
+    }
+    return text;
+}
+
+json machine(const Flags& flags, const Plan& plan, const std::string& command) {
     utsname system{};
     uname(&system);
     cpu_set_t set;
     const quant::Kernels* kernels = quant::find_kernels(flags.base.options.simd);
     json line = {{"switchyard", SWITCHYARD_VERSION},
+                 {"command", command},
+                 {"begun", now_text()},
                  {"compiler", fmt::format("gcc {}", __VERSION__)},
                  {"build", SY_BENCH_BUILD},
                  {"kernels", kernels ? kernels->name : ""},
@@ -108,6 +144,10 @@ void add_flags(CLI::App& app, Flags& flags, std::string& dtype, std::string& sim
         ->type_name("CHOICE");
     app.add_option("--seed", flags.base.seed, "of made-up input")->type_name("NUMBER");
     app.add_flag("--json", flags.json, "one JSON object per line instead of tables");
+    app.add_option("--report", flags.report, "also the results as a page: one HTML file with plots, readable without network")
+        ->type_name("FILE.html");
+    app.add_option("--from", flags.from, "measure nothing: the page of --report from lines that --json printed earlier")
+        ->type_name("LINES.json");
     app.add_option("--sabotage", flags.sabotage, "flip one bit of what this contestant delivers: shows that the check sees it")
         ->type_name("NAME");
 }
@@ -145,6 +185,18 @@ int bench_main(int argc, char** argv) {
         return app.exit(e) == 0 ? 0 : 2;
     }
     if (list) return print_list(), 0;
+    if (app.count("--report") && flags.report.empty()) throw Mistake("--report is empty; name a file");
+    if (app.count("--from")) {
+        if (flags.report.empty()) throw Mistake("--from needs --report FILE.html, which says where the page goes");
+        for (const CLI::Option* option : app.get_options())
+            if (option->count() > 0 && option->get_name() != "--from" && option->get_name() != "--report")
+                throw Mistake(fmt::format("--from measures nothing; leave {} out", option->get_name()));
+        std::error_code ignored;
+        if (std::filesystem::equivalent(flags.from, flags.report, ignored))
+            throw Mistake(fmt::format("--report {}: these are the lines themselves; name another file", flags.report));
+        ReportFile(flags.report).write(report_page(lines::read(flags.from)));
+        return 0;
+    }
     if (Status s = set_option(flags.base.options, *find_option("dtype"), dtype); !s.ok()) throw Mistake(s.text());
     if (Status s = set_option(flags.base.options, *find_option("simd"), simd); !s.ok()) throw Mistake(s.text());
     const bool short_form = flags.scenarios.empty() && !flags.bars;
@@ -162,7 +214,10 @@ int bench_main(int argc, char** argv) {
             fmt::format("these contestants need about {:.1f} GiB, {:.1f} GiB are free; name fewer --contestants or --ranks",
                         static_cast<double>(needs) / 0x1p30, static_cast<double>(has) / 0x1p30));
 
-    std::vector<json> lines = {machine(flags, plan)};
+    std::optional<ReportFile> report;
+    if (!flags.report.empty()) report.emplace(flags.report);
+
+    std::vector<json> lines = {machine(flags, plan, command_text(argc, argv))};
     if (!flags.json) print_machine(lines[0]);
     const Results results(plan, argv);
     for (const Result& r : results.all()) lines.push_back(r.to_json());
@@ -186,6 +241,11 @@ int bench_main(int argc, char** argv) {
         if (flags.bars) print_bars(bars);
         if (flags.curves) print_curves(results, moves);
         if (flags.seed_table) print_seed_table(results);
+    }
+    if (report) {
+        std::fflush(stdout);  // whatever happens to the page, the results are out
+        report->write(report_page(lines));
+        if (!flags.json) fmt::print("\npage: {}\n", flags.report);
     }
     return 0;
 }

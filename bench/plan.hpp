@@ -45,6 +45,7 @@ struct Flags {
     int rounds = 0;  ///< exactly so many; 0: as many as fit into `seconds`
     double seconds = 0;
     std::string sabotage;
+    std::string report, from;  ///< files: the page, and lines of an earlier run
 };
 
 struct Scenario {
