@@ -8,6 +8,7 @@ import glob
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -89,6 +90,37 @@ class Cases(unittest.TestCase):
         done = command("verify", case)
         self.assertEqual(done.returncode, 1)
         self.assertRegex(done.stdout, r"chip_1/x_1.bin +DIFFERS: row 3, column 5: .*1 of 256 elements differ, by at most 1 ulp")
+
+    def test_a_simulated_seed_plays_the_same_again_and_says_what_it_plays(self):
+        said = [self.right("verify", "--sim", "--seed", 12, "--simd", simd).stdout for simd in ("scalar", "auto")]
+        self.assertEqual(said[0], said[1])
+        self.assertRegex(said[0], r"^seed 12: \d ranks, .*\n(.*\n)*script: dispatch 1.*\n(.*\n)*\d+ turns in .* events [0-9a-f]{16}: right\n$")
+        traced = self.right("verify", "--sim", "--seed", 12, "--trace").stdout
+        self.assertGreater(len(traced.splitlines()), len(said[0].splitlines()) + 20)
+        self.assertEqual(traced.splitlines()[-1], said[0].splitlines()[-1])
+
+    def test_many_simulated_seeds_end_in_one_line(self):
+        self.assertRegex(self.right("verify", "--sim", "--seeds", 300).stdout, r"^300 seeds from 0, \d+ faults, .* ok, .*: right\n$")
+        summary = json.loads(self.right("verify", "--sim", "--seeds", 300, "--json").stdout)
+        self.assertEqual((summary["seeds"], summary["failures"]), (300, 0))
+        self.assertGreater(summary["endings"]["peer_lost"], 0)
+
+    def test_a_seed_that_goes_wrong_is_shown_with_the_command_that_plays_it_again(self):
+        done = command("verify", "--sim", "--seeds", 100, "--break", "flag_before_puts")
+        self.assertEqual(done.returncode, 1)
+        again = re.search(r"again: switchyard (verify --sim --seed \d+ --break flag_before_puts --trace)", done.stdout)
+        self.assertTrue(again, done.stdout)
+        replayed = command(*again[1].split())
+        self.assertEqual(replayed.returncode, 1)
+        failure = done.stdout.split("\n  again:")[0].splitlines()[-1]
+        self.assertIn(failure, replayed.stdout)
+
+    def test_a_simulation_refuses_what_it_cannot_play(self):
+        for arguments, word in ((("--sim", self.folder), "leave"), (("--sim", "--ranks", 3), "leave"), (("--sim", "--h", 3), "leave"),
+                                (("--sim", "--break", "everything"), "old_flag"), ((), "--sim"), (("--seeds", 3), "--sim")):
+            done = command("verify", *arguments)
+            self.assertEqual(done.returncode, 2)
+            self.assertIn(word, done.stderr)
 
     def test_verify_fails_where_output_is_missing_or_short(self):
         case = os.path.join(self.folder, "case")

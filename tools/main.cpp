@@ -23,7 +23,8 @@ struct Command {
 constexpr Command commands[] = {
     {"gen", gen_command, "make a case with golden data:  switchyard gen DIR --ranks 2 --bs 8"},
     {"run", run_command, "dispatch and combine in N processes:  switchyard run [DIR]"},
-    {"verify", verify_command, "compare golden data with a run's output:  switchyard verify DIR"},
+    {"verify", verify_command,
+     "compare golden data with a run's output:  switchyard verify DIR; or play seeds: switchyard verify --sim"},
     {"bench", bench_command, "time it against other ways, in one run:  switchyard bench [SCENARIO...]"},
 };
 

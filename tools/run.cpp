@@ -11,6 +11,7 @@
 
 #include "commands.hpp"
 #include "launch.hpp"
+#include "simulate.hpp"
 #include "switchyard/session.hpp"
 #include "verify.hpp"
 
@@ -404,12 +405,41 @@ int verify_command(int argc, char** argv) {
     CaseFlags flags;
     std::string folder, output;
     bool json = false;
-    CLI::App app("Compares golden data with a run's output, byte by byte.", "switchyard verify");
-    app.add_option("DIR", folder, "the case")->required();
+    bool sim = false;
+    SimulateFlags simulated;
+    CLI::App app(
+        "Compares golden data with a run's output, byte by byte. With --sim instead: plays seeds in one thread and virtual "
+        "time, a group of ranks each over a transport that delays, reorders and repeats, with faults, and checks every result.",
+        "switchyard verify");
+    app.add_option("DIR", folder, "the case");
     app.add_option("--output", output, "where the run wrote; default DIR/output")->type_name("OUT");
-    app.add_flag("--json", json, "one JSON object per file");
+    app.add_flag("--json", json, "one JSON object per file, or per seed that went wrong");
+    CLI::Option* with_sim =
+        app.add_flag("--sim", sim, "play seeds instead; of the options of a case it takes --seed and --simd only");
+    app.add_option("--seeds", simulated.seeds, "how many seeds are played, from --seed on")
+        ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 40))
+        ->needs(with_sim)
+        ->type_name("NUMBER");
+    app.add_flag("--trace", simulated.trace, "print every event of what is played")->needs(with_sim);
+    app.add_option("--break", simulated.broken,
+                   "break a promise of the transport, to see that it is noticed: flag_before_puts, flags_overtake, "
+                   "puts_overtake, old_flag, lost_wake_up, misplaced_put")
+        ->needs(with_sim)
+        ->type_name("CHOICE");
     flags.add_to(app);
     if (const int code = parse(app, argc, argv); code >= 0) return code;
+    if (sim) {
+        const size_t others = flags.options.size() - flags.options.count("simd");
+        if (!folder.empty() || !output.empty() || others > 0 || !flags.ranks.empty() || !flags.batch.empty() ||
+            !flags.routing.empty() || !flags.timeout.empty())
+            throw Mistake("--sim draws ranks, shape and input from the seed; leave all out but --seed, --seeds and --simd");
+        const Case c = read_case({}, flags);
+        simulated.seed = c.seed;
+        simulated.simd = c.options.simd;
+        simulated.json = json;
+        return simulate(simulated);
+    }
+    if (folder.empty()) throw Mistake("name a case: switchyard verify DIR; or play seeds: switchyard verify --sim");
     const Case c = read_case(folder, flags);
     const std::filesystem::path out = output.empty() ? std::filesystem::path(folder) / "output" : std::filesystem::path(output);
     const std::vector<FileVerdict> verdicts = compare_folders(c, std::filesystem::path(folder) / "golden", out);
