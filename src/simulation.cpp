@@ -1216,7 +1216,10 @@ void Game::judge_windows() {
             untouched("behind the x rows", base + w.x + x_rows * static_cast<uint64_t>(w.row.payload_bytes), base + w.x_scales,
                       stale);
             untouched("behind the x scales", base + w.x_scales + x_rows * static_cast<uint64_t>(w.row.scale_bytes()),
-                      base + w.slot_bytes, stale);
+                      base + w.x_ids, stale);
+            const uint64_t id_bytes = 4 * x_rows * static_cast<uint64_t>(w.shape.topk);
+            untouched("behind the x ids", base + w.x_ids + id_bytes, base + w.x_weights, stale);
+            untouched("behind the x weights", base + w.x_weights + (w.shape.weights ? id_bytes : 0), base + w.slot_bytes, stale);
         }
     }
 }

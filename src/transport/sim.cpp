@@ -39,6 +39,7 @@ class World::Link final : public Transport {
     }
 
     std::byte* window() override { return attached_ ? world_.window(rank()) : nullptr; }
+    const WindowMemory& memory() const override { return memory_; }
     std::byte* reach(int peer) override {
         const bool known = attached_ && peer >= 0 && peer < size() && (peer == rank() || world_.shape_.reachable);
         return known ? world_.window(peer) : nullptr;
@@ -91,6 +92,7 @@ class World::Link final : public Transport {
         if (world_.between) world_.between(rank());
     }
 
+    const WindowMemory memory_;
     World& world_;
     bool attached_ = false;
 };
