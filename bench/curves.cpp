@@ -78,19 +78,20 @@ Cell cell_at(const Flags& flags, const char* curve, const std::string& at, int r
     return cell;
 }
 
-// Rows of one rank, and how much of a CPU that rank had to move them with.
-double cost_of(const Result& r, int cpus) {
-    const double share = std::min(1.0, static_cast<double>(cpus) / r.entry->shape.ranks);
-    const double units = r.cell->curve == "hidden" ? static_cast<double>(r.entry->shape.token_bytes()) / 1024 : 1;
-    return r.rows_per_rank > 0 ? 1000 * r.group.median * share / r.rows_per_rank / units : 0;
-}
-
 int usable_cpus() {
     cpu_set_t set;
     return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
 }  // namespace
+
+// Rows of one rank, and how much of a CPU that rank had to move them with.
+double cost_ns(const Result& r) {
+    static const int cpus = usable_cpus();
+    const double share = std::min(1.0, static_cast<double>(cpus) / r.entry->shape.ranks);
+    const double units = r.cell->curve == "hidden" ? static_cast<double>(r.entry->shape.token_bytes()) / 1024 : 1;
+    return r.rows_per_rank > 0 ? 1000 * r.group.median * share / r.rows_per_rank / units : 0;
+}
 
 Plan curves_plan(const Flags& flags) {
     std::vector<Tree> trees;
@@ -112,7 +113,6 @@ Plan curves_plan(const Flags& flags) {
 }
 
 std::vector<Step> steps(const Results& results) {
-    const int cpus = usable_cpus();
     std::vector<Step> all;
     const auto walk = [&](const std::string& curve, const std::vector<std::string>& values) {
         for (const char* label : labels)
@@ -122,14 +122,14 @@ std::vector<Step> steps(const Results& results) {
                     const std::string cell = fmt::format("{}/{}", curve, at);
                     const Result* r = results.find(cell, label, call);
                     if (!r) continue;
-                    Step s{.cell = r->cell, .label = label, .call = call, .cost = cost_of(*r, cpus)};
+                    Step s{.cell = r->cell, .label = label, .call = call, .cost = cost_ns(*r)};
                     if (before) {
-                        s.ratio = s.cost / cost_of(*before, cpus);
+                        s.ratio = s.cost / cost_ns(*before);
                         // A first touch reads what dispatch has moved: its limit is that of the move.
                         const char* of = s.call == "combine" ? "combine" : "dispatch";
                         const Result* a = results.find(before->cell->name, "limit", of);
                         const Result* b = results.find(cell, "limit", of);
-                        if (a && b) s.limit_ratio = cost_of(*b, cpus) / cost_of(*a, cpus);
+                        if (a && b) s.limit_ratio = cost_ns(*b) / cost_ns(*a);
                     }
                     all.push_back(std::move(s));
                     before = r;

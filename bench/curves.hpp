@@ -8,6 +8,10 @@ namespace switchyard::bench {
 
 Plan curves_plan(const Flags& flags);
 
+/// What a row of a curve's cell costs: ns per row (axis hidden: per row and KiB); where ranks share CPUs, of a rank's share of
+/// one.
+double cost_ns(const Result& result);
+
 /// One move along a curve: from the value before to `at`.
 struct Step {
     const Cell* cell;

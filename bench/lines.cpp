@@ -92,7 +92,8 @@ Row::Row(const Fields& f)
       own(f.maybe("own_us")),
       wait(f.maybe("wait_us")),
       of_limit(f.maybe("of_limit")),
-      rows_per_rank(f.maybe("rows_per_rank")) {
+      rows_per_rank(f.maybe("rows_per_rank")),
+      cost_ns(f.maybe("cost_ns")) {
     const std::string out = f.text("dispatch_quant"), home = f.text("combine_quant");
     formats = out == "none" && home == "none" ? "" : home == "none" ? out : out + "/" + home;
     if (ranks < 1 || ranks > 1024) f.wrong("ranks", "1 to 1024", ranks);
@@ -163,6 +164,8 @@ Run::Run(const std::vector<json>& lines) {
             SeedLine s{f.text("seed_table"), f.text("cell"), f.text("format"), f.number("published_us_other_machine"), {}};
             for (size_t c = 0; c < std::size(s.us); ++c) s.us[c] = f.number(fmt::format("{}_us", seed_contestants[c]).c_str());
             seeds.push_back(s);
+        } else if (line.contains("step")) {
+            continue;  // of a curve: the page finds the steps itself
         } else {
             throw Mistake(fmt::format("line {}: neither a result, a bar nor a line of the seed's table", i + 1));
         }

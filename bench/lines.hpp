@@ -30,7 +30,7 @@ struct Row {
     int64_t ranks, hidden, topk, experts, rounds, allocations;
     std::vector<double> tokens;  ///< of each rank
     double p50, p99, min, max, bytes, gb_per_s;
-    std::optional<double> own, wait, of_limit, rows_per_rank;
+    std::optional<double> own, wait, of_limit, rows_per_rank, cost_ns;
     std::vector<std::vector<double>> waits;  ///< [R][R], of a round, or empty: row waited with column as the one it lacked
     std::string curve, at_text;              ///< the axis and the place on it of a scaling curve, or ""
     std::optional<double> at;                ///< missing: at_text is a name

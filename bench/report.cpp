@@ -363,8 +363,10 @@ std::string waiting_by_rank(const Run& run) {
 
 constexpr double steep = 1.3;
 
-// What is compared along a curve: a row's time, or where rows themselves grow, that of 1024 of its columns.
+// What is compared along a curve: what the line says a row costs; where it says nothing a row's time, or where rows themselves
+// grow, that of 1024 of its columns.
 double cost_of(const Row& r) {
+    if (r.cost_ns) return *r.cost_ns / 1000;
     return r.p50 / *r.rows_per_rank / (r.curve == "hidden" ? static_cast<double>(r.hidden) / 1024 : 1);
 }
 
@@ -403,7 +405,9 @@ std::string curves(const Run& run) {
         const std::string where = first.curve == "ranks" ? "" : ", " + first.ranks_text();
         plot::Lines p{.title = fmt::format("{}{}: time per row against {}", first.call, where, first.curve),
                       .x_text = first.curve,
-                      .y_text = first.curve == "hidden" ? "median / rows of a rank / 1024 columns" : "median / rows of a rank",
+                      .y_text = first.cost_ns             ? "what a row costs"
+                                : first.curve == "hidden" ? "median / rows of a rank / 1024 columns"
+                                                          : "median / rows of a rank",
                       .x_names = {},
                       .lines = {}};
         const bool named = std::any_of(panel.begin(), panel.end(), [](const Row* r) { return !r->at; });

@@ -1,5 +1,7 @@
 #include "results.hpp"
 
+#include "curves.hpp"
+
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -92,9 +94,14 @@ json Result::to_json() const {
                  {"bytes_per_rank", bytes_per_rank},
                  {"gb_per_s", gb_per_s()},
                  {"allocations", allocations}};
-    if (!cell->curve.empty()) line["curve"] = cell->curve, line["at"] = cell->at;
+    if (!cell->curve.empty()) {
+        line["curve"] = cell->curve;
+        const bool is_number = cell->at.find_first_not_of("0123456789") == std::string::npos;
+        line["at"] = is_number ? json(std::stoll(cell->at)) : json(cell->at);
+        line["cost_ns"] = cost_ns(*this);
+    }
     line["rows_per_rank"] = rows_per_rank;
-    if (!wait_by_rank_us.empty()) line["wait_by_rank_us"] = wait_by_rank_us;
+    if (!wait_by_rank_us.empty() && cell->curve.empty()) line["wait_by_rank_us"] = wait_by_rank_us;
     line["own_us"] = own_us < 0 ? json() : json(own_us);
     line["wait_us"] = wait_us < 0 ? json() : json(wait_us);
     line["of_limit"] = of_limit > 0 ? json(of_limit) : json();

@@ -111,6 +111,22 @@ class Bench(unittest.TestCase):
             self.assertIn(bar["bar"], said)
         self.assertRegex(said, r"\d+ of \d+ bars reached")
 
+    def test_curves_walk_every_axis_and_name_steps(self):
+        lines = self.lines("--curves", "--hidden", 64, "--rounds", 4)[1:]
+        steps = [line for line in lines if "step" in line]
+        axes = {}
+        for s in steps:
+            axes.setdefault(s["curve"], set()).add(s["at"])
+            self.assertEqual(s["cliff"], s["step"] > 1.3 and s["step"] > 1.3 * s["limit_step"])
+        self.assertEqual({a: len(v) for a, v in axes.items()},
+                         {"tokens": 13, "ranks": 7, "topk": 5, "experts": 8, "hidden": 6, "skew": 5})
+        cost = {(r["label"], r["call"]): r["cost_ns"] for r in lines if r.get("curve") == "tokens" and r.get("at") == 256
+                and "cost_ns" in r and "p50_us" in r}
+        row = next(r for r in lines if r.get("curve") == "tokens" and r.get("at") == 256 and r.get("label") == "packed"
+                   and r["call"] == "dispatch" and "p50_us" in r)
+        share = min(1, len(os.sched_getaffinity(0)) / 2)
+        self.assertAlmostEqual(cost["packed", "dispatch"], 1000 * row["p50_us"] * share / (256 * 8), places=3)
+
     def test_the_seed_table_has_the_published_times_beside_ours(self):
         said = self.right("--seed-table", "--hidden", 64, "--rounds", 4)
         self.assertIn("another machine", said)

@@ -207,6 +207,42 @@ class Cases(unittest.TestCase):
         self.right("verify", case)
 
 
+class Slow(unittest.TestCase):
+    def test_a_rank_that_is_slowed_by_5_ms_is_named_and_the_timeline_shows_it(self):
+        with tempfile.TemporaryDirectory() as folder:
+            file = os.path.join(folder, "t.json")
+            done = command("trace", "--trace", file, "--ranks", 4, "--bs", 8, "--hidden", 64, "--experts", 8, "--topk", 2,
+                           "--rounds", 40, "--slow", "2:5")
+            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+            self.assertRegex(done.stdout, r"rank 2 holds the others up: \d+\.\d+ ms per round each")
+            events = json.loads(read(file))["traceEvents"]
+            spans = [e for e in events if e["ph"] == "X"]
+            self.assertEqual({e["pid"] for e in spans}, {0, 1, 2, 3})
+            self.assertEqual({e["args"]["epoch"] for e in spans}, set(range(1, 41)))
+            for e in spans:
+                self.assertLessEqual(e["args"]["waited_us"], e["dur"] + 0.001)
+            # 40 rounds of 5 ms, in which the others have nothing to do but to wait for counts.
+            for rank in (0, 1, 3):
+                waited = sum(e["args"]["waited_us"] for e in spans if e["pid"] == rank and e["name"] == "wait for counts" and
+                             e["args"].get("waited_for_rank") == 2)
+                self.assertGreater(waited, 40 * 5000 / 2)
+
+    def test_where_the_timeline_goes_is_told_before_the_run(self):
+        done = command("trace", "--trace", "/nowhere/t.json", "--ranks", 2)
+        self.assertEqual(done.returncode, 2, done.stdout + done.stderr)
+        self.assertIn("/nowhere/t.json", done.stderr)
+        for slow in ("2", "2:", ":5", "a:b", "2:5x", "-1:5", "2:99999999"):
+            self.assertEqual(command("run", "--ranks", 3, "--slow", slow).returncode, 2, slow)
+        self.assertIn("ranks are 0..1", command("run", "--ranks", 2, "--slow", "2:5").stderr)
+
+    def test_many_rounds_with_random_sleeps_are_right(self):
+        for landing in ("packed", "padded", "in_place"):
+            done = command("verify", "--rounds", 150, "--jitter", "--ranks", 8, "--bs", "5,0,1,7,16,3,2,9", "--hidden", 96,
+                           "--topk", 3, "--experts", 17, "--landing", landing)
+            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+            self.assertIn("every byte of every round equals the reference: right", done.stdout)
+
+
 class MadeUp(unittest.TestCase):
     def test_made_up_input_is_checked_against_the_reference(self):
         for routing in ("balanced", "uniform", "zipf", "lognormal", "onehot", "drop"):

@@ -9,6 +9,7 @@ namespace switchyard::tools {
 int gen_command(int argc, char** argv);
 int run_command(int argc, char** argv);
 int verify_command(int argc, char** argv);
+int trace_command(int argc, char** argv);
 /// Becomes the program switchyard-bench, which lies beside this one.
 int bench_command(int argc, char** argv);
 

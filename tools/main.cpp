@@ -25,6 +25,7 @@ constexpr Command commands[] = {
     {"run", run_command, "dispatch and combine in N processes:  switchyard run [DIR]"},
     {"verify", verify_command,
      "compare golden data with a run's output:  switchyard verify DIR; or play seeds: switchyard verify --sim"},
+    {"trace", trace_command, "a run as a timeline, and who waits for whom:  switchyard trace --ranks 4 --slow 2:5"},
     {"bench", bench_command, "time it against other ways, in one run:  switchyard bench [SCENARIO...]"},
 };
 

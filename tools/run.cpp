@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstring>
 #include <optional>
+#include <thread>
 
 #include "commands.hpp"
 #include "launch.hpp"
@@ -21,6 +22,11 @@ namespace {
 struct RunFlags {
     CaseFlags flags;
     std::string folder, output;
+    std::string trace;   // file of the events, or ""
+    bool waits = false;  // print who waited for whom
+    int slow_rank = -1;  // sleeps before each dispatch
+    int64_t slow_ms = 0;
+    bool jitter = false;
     int rounds = 20;
     bool json = false;
 };
@@ -129,6 +135,7 @@ void play_rank(const Case& c, const RunFlags& run, bool& met) {
     std::string wrong;
 
     for (int round = 0; round < run.rounds; ++round) {
+        if (group.rank == run.slow_rank) std::this_thread::sleep_for(std::chrono::milliseconds(run.slow_ms));
         auto start = Clock::now();
         ExpertBatch batch = session.dispatch(
             {.x = in.x.data(), .tokens = tokens, .topk_ids = in.topk_ids.data(), .topk_weights = in.topk_weights.data()});
@@ -174,6 +181,13 @@ void play_rank(const Case& c, const RunFlags& run, bool& met) {
     }
     if (!run.output.empty()) write_outputs(c, run.output, group.rank, got);
 
+    nlohmann::json events = nlohmann::json::array();
+    if (!run.trace.empty())
+        for (const TraceEvent& e : session.trace())
+            events.push_back({e.at_ns, e.epoch, e.waited_ns, e.waited_for, static_cast<int>(e.edge)});
+    std::vector<double> waits;  // us per round
+    for (const int64_t ns : session.wait_ns_by_rank()) waits.push_back(static_cast<double>(ns) / 1000 / run.rounds);
+
     const SessionStats stats = session.stats();
     const Options& used = session.options();
     const auto rounds = static_cast<uint64_t>(run.rounds);
@@ -194,6 +208,8 @@ void play_rank(const Case& c, const RunFlags& run, bool& met) {
             {"workers", used.workers},
             {"window_bytes", session.window_bytes()},
             {"memory", session.memory_text()},
+            {"wait_by_rank_us", waits},
+            {"trace", events},
             {"wrong", wrong}});
     session.close();
 }
@@ -280,6 +296,91 @@ void show_progress(int done, int rounds) {
     std::fflush(stderr);
 }
 
+// ------------------------------------------------------------------------------------------------------- events and waits
+
+// What a rank was at until this edge.
+const char* phase_before(Edge edge) {
+    switch (edge) {
+        case Edge::dispatch_began: return "caller";
+        case Edge::slot_free: return "wait for the slot";
+        case Edge::counts_out: return "count";
+        case Edge::counts_in: return "wait for counts";
+        case Edge::rows_out: return "send rows";
+        case Edge::rows_in: return "wait for rows";
+        case Edge::dispatched: return "results";
+        case Edge::combine_began: return "experts";
+        case Edge::y_out: return "offer y";
+        case Edge::y_in: return "wait for y";
+        case Edge::combined: return "sum";
+        case Edge::dispatch_failed:
+        case Edge::combine_failed: return "failed";
+        case Edge::shrunk: break;
+    }
+    return "shrink";
+}
+
+// The events of all ranks as chrome://tracing and Perfetto read them: a process per rank, time from the first event.
+void write_trace(const std::string& path, std::vector<nlohmann::json>& ranks) {
+    int64_t start = INT64_MAX;
+    for (const auto& r : ranks)
+        for (const auto& e : r["trace"]) start = std::min(start, e[0].get<int64_t>());
+    const auto us = [](int64_t ns) { return static_cast<double>(ns) / 1000; };
+    nlohmann::json all = nlohmann::json::array();
+    for (auto& r : ranks) {
+        const int rank = r["rank"];
+        all.push_back(
+            {{"ph", "M"}, {"name", "process_name"}, {"pid", rank}, {"args", {{"name", fmt::format("rank {}", rank)}}}});
+        int64_t before = -1;
+        for (const auto& e : r["trace"]) {
+            const int64_t at = e[0];
+            const auto edge = static_cast<Edge>(e[4].get<int>());
+            nlohmann::json args = {{"epoch", e[1]}, {"until", edge_name(edge)}, {"waited_us", us(e[2])}};
+            if (e[3].get<int>() >= 0) args["waited_for_rank"] = e[3];
+            if (before >= 0)
+                all.push_back({{"ph", "X"},
+                               {"name", phase_before(edge)},
+                               {"cat", edge <= Edge::dispatch_failed ? "dispatch" : "combine"},
+                               {"pid", rank},
+                               {"tid", 0},
+                               {"ts", us(before - start)},
+                               {"dur", us(at - before)},
+                               {"args", std::move(args)}});
+            before = at;
+        }
+        r.erase("trace");
+    }
+    const std::string text = nlohmann::json({{"displayTimeUnit", "ms"}, {"traceEvents", std::move(all)}}).dump();
+    write_file(path, text.data(), text.size());
+}
+
+// Who stood waiting for whom, and the rank that held the others up most.
+void print_waits(const std::vector<nlohmann::json>& ranks) {
+    const size_t n = ranks.size();
+    fmt::print("\nus per round that the rank of a line stood waiting, by the rank it lacked\n     ");
+    for (size_t q = 0; q < n; ++q) fmt::print("{:>10}", q);
+    fmt::print("\n");
+    std::vector<double> held_up(n);
+    for (size_t r = 0; r < n; ++r) {
+        fmt::print("{:>5}", r);
+        for (size_t q = 0; q < n; ++q) {
+            const double us = ranks[r]["wait_by_rank_us"][q];
+            fmt::print("{:>10.1f}", us);
+            held_up[q] += us;
+        }
+        fmt::print("\n");
+    }
+    const auto worst = static_cast<size_t>(std::max_element(held_up.begin(), held_up.end()) - held_up.begin());
+    double rest = 0;
+    for (size_t q = 0; q < n; ++q)
+        if (q != worst) rest = std::max(rest, held_up[q]);
+    if (n < 2) return;
+    const double each = held_up[worst] / static_cast<double>(n - 1);
+    if (held_up[worst] > 2 * rest && each > 50)
+        fmt::print("rank {} holds the others up: {:.2f} ms per round each\n", worst, each / 1000);
+    else
+        fmt::print("no rank stands out\n");
+}
+
 int parent_main(const RunFlags& run, const Case& c, char** argv) {
     std::vector<nlohmann::json> results(static_cast<size_t>(c.ranks));
     std::vector<int> done(results.size());
@@ -344,6 +445,8 @@ int parent_main(const RunFlags& run, const Case& c, char** argv) {
     for (const FileVerdict& v : verdicts) equal += v.equal;
     right = right && equal == verdicts.size();
 
+    if (!run.trace.empty()) write_trace(run.trace, results);
+    for (auto& r : results) r.erase("trace");
     if (run.json) {
         for (const auto& r : results) fmt::print("{}\n", r.dump());
         for (const FileVerdict& v : verdicts)
@@ -359,6 +462,8 @@ int parent_main(const RunFlags& run, const Case& c, char** argv) {
         return right ? 0 : 1;
     }
     print_table(c, results, run.rounds);
+    if (run.waits) print_waits(results);
+    if (!run.trace.empty()) fmt::print("{} can be opened in ui.perfetto.dev or chrome://tracing\n\n", run.trace);
     for (const FileVerdict& v : verdicts)
         if (!v.equal) fmt::print("golden: {}: {}\n", v.name, v.text);
     if (golden)
@@ -372,12 +477,12 @@ int parent_main(const RunFlags& run, const Case& c, char** argv) {
 
 }  // namespace
 
-int run_command(int argc, char** argv) {
-    RunFlags run;
-    CLI::App app(
-        "Dispatches and combines a case in N processes, checks every round, and prints a table. "
-        "Without DIR it makes its own input and checks against the reference.",
-        "switchyard run");
+namespace {
+
+// `run`, and the two commands that are a run with other defaults.
+int run_with(RunFlags run, const char* name, const char* what, int argc, char** argv) {
+    CLI::App app(what, name);
+    std::string slow;
     app.add_option("DIR", run.folder,
                    "a case: case.json, input/, golden/; a case of the CANN sample's generator has no case.json: "
                    "give its options here");
@@ -386,12 +491,28 @@ int run_command(int argc, char** argv) {
         ->check(CLI::Range(1, 1'000'000))
         ->type_name("ROUNDS");
     app.add_flag("--json", run.json, "one JSON object per line instead of the table");
+    app.add_option("--trace", run.trace, "write the last events of every rank, for Perfetto")->type_name("FILE.json");
+    app.add_flag("--waits", run.waits, "print who waited for whom");
+    app.add_option("--slow", slow, "a rank that sleeps before each dispatch, and how many ms")->type_name("RANK:MS");
+    app.add_flag("--jitter", run.jitter, "sleep up to 300 us, at random, wherever a phase ends (as --jitter-us 300)");
     run.flags.add_to(app);
     if (const int code = parse(app, argc, argv); code >= 0) return code;
     if (run.output.empty() && !run.folder.empty()) run.output = run.folder + "/output";
+    if (run.jitter) run.flags.options.emplace("jitter_us", "300");
+    if (!slow.empty()) {
+        char* end = nullptr;
+        run.slow_rank = static_cast<int>(std::strtol(slow.c_str(), &end, 10));
+        const bool good = end != slow.c_str() && *end == ':';
+        const char* ms = good ? end + 1 : "";
+        run.slow_ms = std::strtol(ms, &end, 10);
+        if (!good || end == ms || *end || run.slow_rank < 0 || run.slow_ms < 0 || run.slow_ms > 60'000)
+            throw Mistake(fmt::format("--slow is \"{}\"; give a rank and 0..60000 ms, as in 3:5", slow));
+    }
     if (is_rank()) return rank_main(run);
     const Case c = read_case(run.folder, run.flags);
+    if (run.slow_rank >= c.ranks) throw Mistake(fmt::format("--slow {}: ranks are 0..{}", slow, c.ranks - 1));
     if (!c.folder.empty()) check_input_files(c);
+    if (!run.trace.empty()) write_file(run.trace, "", 0);  // now: not after all rounds
     if (!run.output.empty()) {
         for (const char* part : {"input", "golden"})
             if (std::error_code none; std::filesystem::equivalent(run.output, c.folder / part, none))
@@ -401,7 +522,39 @@ int run_command(int argc, char** argv) {
     return parent_main(run, c, argv);
 }
 
+}  // namespace
+
+int run_command(int argc, char** argv) {
+    return run_with({}, "switchyard run",
+                    "Dispatches and combines a case in N processes, checks every round, and prints a table. "
+                    "Without DIR it makes its own input and checks against the reference.",
+                    argc, argv);
+}
+
+int trace_command(int argc, char** argv) {
+    RunFlags run;
+    run.trace = "trace.json";
+    run.waits = true;
+    return run_with(run, "switchyard trace",
+                    "A run that also writes the last events of every rank as a timeline (--trace), and prints who waited for "
+                    "whom and which rank holds the others up.",
+                    argc, argv);
+}
+
+// `verify` with --rounds or --jitter: races, not files.
+static int race_command(int argc, char** argv) {
+    return run_with(
+        {}, "switchyard verify",
+        "Plays many rounds in N processes without a barrier, with --jitter sleeping at random wherever a phase ends, and "
+        "compares every byte of every round.",
+        argc, argv);
+}
+
 int verify_command(int argc, char** argv) {
+    for (int i = 2; i < argc; ++i)
+        for (const std::string_view flag : {"--rounds", "--jitter"})
+            if (std::string_view(argv[i]) == flag || std::string_view(argv[i]).starts_with(std::string(flag) + "="))
+                return race_command(argc, argv);
     CaseFlags flags;
     std::string folder, output;
     bool json = false;
@@ -409,7 +562,9 @@ int verify_command(int argc, char** argv) {
     SimulateFlags simulated;
     CLI::App app(
         "Compares golden data with a run's output, byte by byte. With --sim instead: plays seeds in one thread and virtual "
-        "time, a group of ranks each over a transport that delays, reorders and repeats, with faults, and checks every result.",
+        "time, a group of ranks each over a transport that delays, reorders and repeats, with faults, and checks every result. "
+        "With "
+        "--rounds N or --jitter: a run of so many rounds in processes, see switchyard verify --rounds 1 --help.",
         "switchyard verify");
     app.add_option("DIR", folder, "the case");
     app.add_option("--output", output, "where the run wrote; default DIR/output")->type_name("OUT");
