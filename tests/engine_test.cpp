@@ -228,6 +228,130 @@ TEST_P(Refused, WhoLeavesBecauseOfARefusalDoesNotPassItsCodeOn) {
 }
 INSTANTIATE_TEST_SUITE_P(Landings, Refused, testing::Values(Landing::packed, Landing::padded, Landing::in_place));
 
+// ------------------------------------------------------------------------------------------------------------------ partial
+
+/// A link over which a rank can be seen to have died.
+class Mortal final : public Transport {
+ public:
+    explicit Mortal(Transport& link) : Transport(link.rank(), link.size()), link_(link) {}
+    int dead = -1;
+    Status attach(const AttachRequest& r, Deadline d, std::vector<std::vector<std::byte>>* c) override {
+        return link_.attach(r, d, c);
+    }
+    std::byte* window() override { return link_.window(); }
+    const WindowMemory& memory() const override { return link_.memory(); }
+    std::byte* reach(int peer) override { return link_.reach(peer); }
+    void put(std::span<const Place> places, const void* data, size_t bytes) override { link_.put(places, data, bytes); }
+    void raise(int peer, uint64_t offset, uint64_t value) override { link_.raise(peer, offset, value); }
+    void ring() override { link_.ring(); }
+    void poll() override { link_.poll(); }
+    bool lost(int peer) override { return peer == dead; }
+    uint32_t announce() override { return link_.announce(); }
+    void sleep(uint32_t ticket, int64_t slice_ns) override { link_.sleep(ticket, slice_ns); }
+    void awake() override { link_.awake(); }
+
+ private:
+    Transport& link_;
+};
+
+// Rank 2 counts, and dies before all its rows are out: its rows become rows of zeroes that nobody sent, the others get their
+// batches, and combine leaves its experts out.
+TEST(Partial, ADeathBetweenCountsAndRowsBlanksTheDeadRanksRows) {
+    for (const bool partial : {true, false}) {
+        Options o = options_with(Landing::packed, Format::mxfp8_e5m2, Format::none);
+        o.combine_path = CombinePath::read;
+        o.partial = partial;
+        std::vector<Player> players = players_over(o, true);
+        std::deque<Mortal> links;
+        for (Player& p : players) {
+            links.emplace_back(*p.link);
+            p.rank = std::make_unique<ep::Rank>(links.back(), p.rank->window, quant::scalar_kernels(), *p.workers, o);
+            p.flight.allocate(*p.rank);
+            ASSERT_TRUE(p.rank->connect().ok());
+            p.start(1);
+        }
+        const std::vector<reference::RankInput> inputs = inputs_of(players);
+        for (Player& p : players) {  // garbage where rows will be: nothing of it may be left
+            const layout::Window& w = p.rank->window;
+            std::memset(p.rank->own(w.slot(p.flight.slot) + w.expand_x), 0x77, static_cast<size_t>(60 * w.row.payload_bytes));
+            std::memset(p.rank->own(w.slot(p.flight.slot) + w.source_info), 0x77, 60 * 12);
+        }
+        players[2].dispatch.poll(*players[2].rank, players[2].flight,
+                                 true);  // its counts are out, and it makes no further step
+        for (const size_t r : {size_t{0}, size_t{1}, size_t{0}})  // the others have all counts, and their rows are out
+            EXPECT_EQ(players[r].dispatch.poll(*players[r].rank, players[r].flight, true), ep::Progress::pending);
+        for (Mortal& link : links) link.dead = 2;
+        const std::vector<ep::Progress> ends = [&] {
+            std::vector<ep::Progress> all(2, ep::Progress::pending);
+            for (int looks = 0; looks < 1000; ++looks)
+                for (size_t r = 0; r < 2; ++r)
+                    if (all[r] == ep::Progress::pending)
+                        all[r] = players[r].dispatch.poll(*players[r].rank, players[r].flight, true);
+            return all;
+        }();
+        if (!partial) {
+            for (size_t r = 0; r < 2; ++r) {
+                EXPECT_EQ(ends[r], ep::Progress::failed);
+                EXPECT_EQ(players[r].dispatch.status().code(), Code::peer_lost);
+            }
+            continue;
+        }
+        for (int r = 0; r < 2; ++r) {
+            Player& p = players[static_cast<size_t>(r)];
+            ASSERT_EQ(ends[static_cast<size_t>(r)], ep::Progress::done) << p.dispatch.status().text();
+            const reference::Received want = reference::dispatch(o, inputs, r);
+            ASSERT_EQ(p.flight.rows, want.rows);
+            const layout::Window& w = p.rank->window;
+            const std::byte* slot = p.rank->own(w.slot(p.flight.slot));
+            int blank = 0;
+            for (int64_t i = 0; i < want.rows; ++i) {
+                const int32_t* expected = want.assist_info_for_combine.data() + 3 * i;
+                int32_t info[3];
+                std::memcpy(info, slot + w.source_info + 12 * i, 12);
+                const std::byte* row = slot + w.expand_x + i * w.row.payload_bytes;
+                const std::byte* right = want.expand_x.data() + i * w.row.payload_bytes;
+                if (expected[0] == 2) {
+                    ++blank;
+                    EXPECT_EQ(info[0], -1);
+                    EXPECT_TRUE(std::all_of(row, row + w.row.payload_bytes, [](std::byte b) { return b == std::byte{0}; }));
+                } else {
+                    EXPECT_EQ(std::memcmp(info, expected, 12), 0);
+                    EXPECT_EQ(std::memcmp(row, right, static_cast<size_t>(w.row.payload_bytes)), 0);
+                    const auto y = y_of(players[static_cast<size_t>(info[0])], info[1], info[2], o.hidden);
+                    std::memcpy(p.rank->own(w.slot(p.flight.slot) + w.y) + i * 2 * o.hidden, y.data(), 2 * y.size());
+                }
+            }
+            EXPECT_GT(blank, 0) << "rank 2 has sent this rank nothing: the test shows nothing";
+        }
+        const ExpertRange lost = experts_of(2, ranks, o.experts);
+        std::vector<std::vector<std::byte>> outs;
+        std::vector<std::vector<int32_t>> missing;
+        for (int r = 0; r < 2; ++r) {
+            Player& p = players[static_cast<size_t>(r)];
+            outs.emplace_back(static_cast<size_t>(p.tokens * 2 * o.hidden));
+            missing.emplace_back(static_cast<size_t>(p.tokens), -1);
+            p.combine.start(*p.rank, p.flight,
+                            {.topk_weights = p.weights.data(), .out = outs.back().data(), .missing = missing.back().data()});
+        }
+        for (int r = 0; r < 2; ++r) {
+            Player& p = players[static_cast<size_t>(r)];
+            ASSERT_EQ(finish([&] { return p.combine.poll(*p.rank, p.flight, true); }), ep::Progress::done)
+                << p.combine.status().text();
+            std::vector<int32_t> used = p.ids, expected(static_cast<size_t>(p.tokens));
+            for (size_t i = 0; i < used.size(); ++i)
+                if (used[i] >= lost.first && used[i] < lost.last) used[i] = -1, ++expected[i / 3];
+            EXPECT_EQ(missing[static_cast<size_t>(r)], expected);
+            const reference::RankInput input{p.x.data(), p.tokens, used.data(), p.weights.data()};
+            std::deque<std::vector<uint16_t>> rows;
+            EXPECT_EQ(outs[static_cast<size_t>(r)],
+                      reference::combine(o, input, r, [&](int source, int64_t t, int64_t k, int32_t) {
+                          rows.push_back(y_of(players[static_cast<size_t>(source)], t, k, o.hidden));
+                          return static_cast<const void*>(rows.back().data());
+                      }));
+        }
+    }
+}
+
 // Rank 0 and rank 2 have counted; somebody writes into rank 0's window before it looks.
 class Tampered : public testing::TestWithParam<Landing> {
  protected:

@@ -4,6 +4,7 @@
 // from it; a rank that throws, or that a watchdog ends, fails the test. What right results are is known before the fork.
 #include <poll.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 
 #include <algorithm>
@@ -428,6 +429,31 @@ TEST(Ranks, RankThatClosesIsReported) {
 }
 
 // ------------------------------------------------------------------------------------------------------------------- stops
+
+// A rank that waits gives its CPU back. Half of the bound is what a wait may take before it sleeps, on the slowest machine.
+TEST(Ranks, WaitingTakesNextToNoCpu) {
+    const Options o = options_of(2);
+    const Problem p = problem_of(o, 2);
+    Processes all(2, [&](const Part& part) {
+        Session session = Session::open(o, group_of(part.rank(), 2));
+        part.expect_nothing(difference_of_round(session, p));
+        constexpr int64_t wait_ms = 1500;
+        if (part.rank() == 1) sleep_ms(wait_ms);
+        rusage before{}, after{};
+        getrusage(RUSAGE_SELF, &before);
+        part.expect_nothing(difference_of_round(session, p));
+        getrusage(RUSAGE_SELF, &after);
+        const auto ms = [](const rusage& u) {
+            return (u.ru_utime.tv_sec + u.ru_stime.tv_sec) * 1000 + (u.ru_utime.tv_usec + u.ru_stime.tv_usec) / 1000;
+        };
+        const int64_t used = ms(after) - ms(before);
+        if (part.rank() == 0) part.say("used " + std::to_string(used) + " ms of CPU");
+        part.expect(used < wait_ms / 10 * slowness,
+                    "a wait of " + std::to_string(wait_ms) + " ms took " + std::to_string(used) + " ms of CPU");
+    });
+    all.end_of_all();
+    for (const std::string& line : all.lines(0)) std::printf("%s\n", line.c_str());
+}
 
 // ------------------------------------------------------------------------------------------------------------------ shrink
 
