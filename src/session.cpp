@@ -141,12 +141,12 @@ class Waiter {
         constexpr int64_t slice_ns = 10'000'000;  // bounds what a raiser that dies between flag and wake-up can cost
         int64_t spin_until = now_ns() + spin_ns_;
         for (;;) {
-            ep::Progress progress = poll(false);
+            ep::Progress progress = poll(false);  // model: wait
             if (progress != ep::Progress::pending) return progress;
             const int64_t now = now_ns();
             if (now >= deadline.at_ns) {
                 // One last look: a rank that was stopped itself may find everything there.
-                if (progress = poll(true); progress != ep::Progress::pending) return progress;
+                if (progress = poll(true); progress != ep::Progress::pending) return progress;  // model: last_look
                 give_up(deadline.waited_ms());
                 return ep::Progress::failed;
             }
@@ -154,8 +154,9 @@ class Waiter {
                 relax();
                 continue;
             }
-            const Announced asleep(link_);
-            progress = poll(true);
+            const Announced asleep(link_);  // model: announced
+            progress = poll(true);          // model: announced_look
+            // model: asleep
             if (progress == ep::Progress::pending) link_.sleep(asleep.ticket, std::min(slice_ns, deadline.at_ns - now));
             if (progress != ep::Progress::pending) return progress;
             spin_until = now_ns() + std::min<int64_t>(spin_ns_, 20'000);
@@ -164,8 +165,8 @@ class Waiter {
 
  private:
     struct Announced {
-        explicit Announced(Transport& l) : link(l), ticket(l.announce()) {}
-        ~Announced() { link.awake(); }
+        explicit Announced(Transport& l) : link(l), ticket(l.announce()) {}  // model: announce
+        ~Announced() { link.awake(); }                                       // model: awake
         Transport& link;
         const uint32_t ticket;
     };
@@ -236,9 +237,9 @@ struct Session::Impl {
         if (closed || !connected) return;
         closed = true;
         if (!rank->here()) return;  // a forked child does not have the windows
-        ep::raise_closed(*rank);
+        ep::raise_closed(*rank);    // model: close
         for (ep::Flight& f : flights)
-            if (f.open) ep::drop(*rank, f);
+            if (f.open) ep::drop(*rank, f);  // model: close_drops
     }
 
     void refuse_ended(const char* call) const {
@@ -250,7 +251,7 @@ struct Session::Impl {
                                                 call, getpid(), rank->process)));
     }
     void refuse_open(const ep::Flight& flight, uint64_t epoch) const {
-        if (flight.open)
+        if (flight.open)  // model: refuse_open
             throw Error(Status(Code::depth,
                                fmt::format("dispatch {}: epoch {} is still open and depth is {}. Combine or drop its batch "
                                            "first, or open the session with a larger depth.",
@@ -419,7 +420,7 @@ ExpertBatch Session::dispatch(const DispatchArgs& args) {
     ep::Progress end;
     try {
         s.dispatch.start(*s.rank, flight, args, s.untold);
-        s.untold = {};
+        s.untold = {};  // model: prior_told
         end = Waiter(*s.link, s.spin_ns).wait(deadline, poll, [&](int64_t ms) { s.dispatch.give_up(*s.rank, flight, ms); });
     } catch (...) {  // no memory for an error text, say
         s.dispatch.abandon(*s.rank, flight);
@@ -441,7 +442,7 @@ void* Session::x() {
     ep::Flight next;
     next.epoch = epoch;
     next.slot = epoch % static_cast<uint64_t>(o.depth);
-    s.gate.begin_gate(*s.rank, next);
+    s.gate.begin_gate(*s.rank, next);  // model: x_gate
     const Deadline deadline = s.deadline(0);
     Status late;
     const ep::Progress end =
@@ -495,7 +496,7 @@ void Session::combine(ExpertBatch& batch, const CombineArgs& args) {
         throw;
     }
     if (end == ep::Progress::done) return;
-    if (s.combine.untold())
+    if (s.combine.untold())  // model: prior
         s.untold = Status(s.combine.status().code(),
                           fmt::format("rank {}: its combine of epoch {} failed after this rank's rows had been offered: {}",
                                       s.link->rank(), flight.epoch, s.combine.status().text()));
@@ -544,7 +545,7 @@ ExpertBatch& ExpertBatch::operator=(ExpertBatch&& other) noexcept {
 
 ExpertBatch::~ExpertBatch() {
     if (!flight_ || !flight_->open || flight_->epoch != epoch_ || !flight_->rank->here()) return;
-    ep::drop(*flight_->rank, *flight_);
+    ep::drop(*flight_->rank, *flight_);  // model: drop_batch
 }
 
 const ep::Flight& ExpertBatch::flight() const {

@@ -58,7 +58,7 @@ void DispatchStep::start(Rank& rank, Flight& flight, const DispatchArgs& args, c
     if (!verdict_.ok()) args_ = {.tag = args.tag};
     flight.tokens = args_.tokens;
     flight.materialised = false;
-    await_.begin_gate(rank, flight);
+    await_.begin_gate(rank, flight);  // model: dispatch_gate
 }
 
 Progress DispatchStep::poll(Rank& rank, Flight& flight, bool thorough) {
@@ -83,11 +83,12 @@ Progress DispatchStep::poll(Rank& rank, Flight& flight, bool thorough) {
 void DispatchStep::after_gate(Rank& rank, Flight& flight) {
     const bool padded = rank.options.landing == Landing::padded;
     send_counts(rank, flight, args_);
-    if (!verdict_.ok()) send_reason(rank, flight, verdict_);
+    if (!verdict_.ok()) send_reason(rank, flight, verdict_);  // model: refuse_reason
     if (padded && verdict_.ok()) send_cells(rank, flight, args_);
     const Flag flag = padded ? Flag::arrived : Flag::counted;
+    // model: raise_counted
     raise_all(rank, flag, flight.slot, Word::of(flight.epoch, static_cast<uint32_t>(verdict_.code()), rank.me()));
-    await_.begin(rank, flight, flag);
+    await_.begin(rank, flight, flag);  // model: await_counted
     phase_ = padded ? Phase::rows : Phase::counts;
 }
 
@@ -104,10 +105,11 @@ Progress DispatchStep::after_counts(Rank& rank, Flight& flight) {
         nothing_to_[static_cast<size_t>(p)] = flight.rows_between(rank.me(), p) == 0;
         nothing_from_[static_cast<size_t>(p)] = flight.rows_between(p, rank.me()) == 0;
     }
+    // model: raise_arrived
     raise_all(rank, Flag::arrived, flight.slot, Word::of(flight.epoch, 0, rank.me()), nothing_to_.data());
     fill_results(rank, flight);
     write_pad_rows(rank, flight);
-    await_.begin(rank, flight, Flag::arrived, nothing_from_.data());
+    await_.begin(rank, flight, Flag::arrived, nothing_from_.data());  // model: await_arrived
     phase_ = Phase::rows;
     return Progress::pending;
 }
@@ -127,6 +129,7 @@ Progress DispatchStep::after_rows(Rank& rank, Flight& flight) {
 }
 
 Status DispatchStep::refusal(Rank& rank, const Flight& flight) const {
+    // model: refusal_reason
     const std::string reason = reason_text(rank, flight.slot, await_.refuser(), flight.epoch);
     if (await_.refusal() > static_cast<uint32_t>(Code::corrupt))
         return {Code::corrupt, fmt::format("dispatch {}: rank {} refuses it with the unknown code {}.", flight.epoch,
@@ -137,14 +140,14 @@ Status DispatchStep::refusal(Rank& rank, const Flight& flight) const {
 Progress DispatchStep::end(Rank& rank, Flight& flight, Status why, int culprit) {
     phase_ = Phase::ended;
     status_ = std::move(why);
-    leave(rank, flight, status_.code(), culprit);
+    leave(rank, flight, status_.code(), culprit);  // model: leave_dispatch
     return Progress::failed;
 }
 
 void DispatchStep::abandon(Rank& rank, Flight& flight) {
     if (phase_ == Phase::ended) return;
     phase_ = Phase::ended;
-    leave(rank, flight, Code::system, rank.me());
+    leave(rank, flight, Code::system, rank.me());  // model: abandon_dispatch
 }
 
 void DispatchStep::give_up(Rank& rank, Flight& flight, int64_t waited_ms) {
@@ -157,7 +160,7 @@ void DispatchStep::give_up(Rank& rank, Flight& flight, int64_t waited_ms) {
                                  "is slow; otherwise see what it does: all ranks must make the same calls in the same order.",
                                  flight.epoch, rank.me(), waited_ms, await_.awaited(), owed));
     // Before the gate a rank may still read what I wrote for an earlier epoch; the code in the flag must do.
-    if (phase_ != Phase::gate) send_reason(rank, flight, why);
+    if (phase_ != Phase::gate) send_reason(rank, flight, why);  // model: give_up
     end(rank, flight, why, rank.me());
 }
 
