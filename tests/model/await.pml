@@ -1,20 +1,21 @@
-/* await.pml: how a wait ends, and with what. One slot, looks step by step as Await makes them: each load of a flag, of `closed` and of
- * the end of a process is a step of its own, and everything else may happen in between. epoch.pml has the memory; here it is
- * verdicts, ends and sleep.
+/* await.pml: how a wait ends, and with what. One slot, looks step by step as Await makes them: each load of a flag, of
+ * `closed` and of the end of a process is a step of its own, and everything else may happen in between. epoch.pml has the
+ * memory; here it is verdicts, ends and sleep.
  *
- * A rank dispatches and combines NE epochs, then closes its session, and its process ends. news = something was stored into my
- * window or a process has ended since I announced that I would sleep; bell.pml has how that is known. A rank that sleeps without
- * news sleeps for ever: a wait that never ends is a deadlock of the model.
- * Faults, how many in all: BADS bad inputs in dispatch or combine, LATES deadlines, DROPS batches dropped, CLOSES sessions closed
- * early (between calls, or with a batch open), KILLS processes that end at any step. CAPACITY: epoch 1 is too large for a window.
- * Variants: PADDED (`arrived` carries counts and verdict), SPARSE (no `arrived` between some pairs), THREADS (ranks are threads, whose
- * end nobody can see).
+ * A rank dispatches and combines NE epochs, then closes its session, and its process ends. news = something was stored into
+ * my window or a process has ended since I announced that I would sleep; bell.pml has how that is known. A rank that sleeps
+ * without news sleeps for ever: a wait that never ends is a deadlock of the model.
+ * Faults, how many in all: BADS bad inputs in dispatch or combine, LATES deadlines, DROPS batches dropped, CLOSES sessions
+ * closed early (between calls, or with a batch open), KILLS processes that end at any step. CAPACITY: epoch 1 is too large
+ * for a window.
+ * Variants: PADDED (`arrived` carries counts and verdict), SPARSE (no `arrived` between some pairs), THREADS (ranks are
+ * threads, whose end nobody can see).
  * FINE: bit per rank whose looks are step by step; the others look at one moment (default all).
  *
- * Checked: every wait ends; with all alive and well it ends with success on all; after a refusal all ranks give the same verdict and
- * name the same rank; after an error before `returned` nobody combines; no error without a cause, and a batch that was dropped is
- * none in dispatch; who left or refused before he ended is not called closed or dead; no
- * rank is called corrupt.
+ * Checked: every wait ends; with all alive and well it ends with success on all; after a refusal all ranks give the same
+ * verdict and name the same rank; after an error before `returned` nobody combines; no error without a cause, and a batch
+ * that was dropped is none in dispatch; who left or refused before he ended is not called closed or dead; no rank is called
+ * corrupt.
  *
  * run quick -DR=2 -DNE=2 -DBADS=1 -DDROPS=1 -DCLOSES=1
  * run quick -DR=2 -DNE=2 -DLATES=1 -DKILLS=1
@@ -38,13 +39,13 @@
  * mutation long  deadlock  QUICK_LOOK -DLATES=1     sleeps after a look that was not thorough
  * mutation quick deadlock  CLOSE_SILENT -DCLOSES=1 -DTHREADS   close() raises nothing
  * mutation long  assertion RETURNED_FIRST -DNE=3 -DLATES=2     `returned` is loaded before `gone`
- * mutation quick assertion FLAGS_FIRST -DR=3 -DNE=1 -DFINE=1 -DBADS=1  the flag is loaded before `closed` and the end of the process
+ * mutation quick assertion FLAGS_FIRST -DR=3 -DNE=1 -DFINE=1 -DBADS=1  the flag is loaded before `closed` and the end
  * mutation quick assertion GONE_BEFORE_ENDS -DLATES=1 -DNE=1   no second look why a rank that has ended had left
  * mutation quick assertion NO_SECOND_TAKE -DBADS=1 -DNE=1 -DKILLS=1    no second look at the flags before an end is an error
- * mutation quick assertion COMMON_LEAVES -DR=3 -DNE=1 -DFINE=1 -DBADS=1    a verdict that everybody reaches alone is taken for a leave
+ * mutation quick assertion COMMON_LEAVES -DR=3 -DNE=1 -DFINE=1 -DBADS=1    a verdict that all reach alone is taken for a leave
  * mutation long  assertion ENDS_COUNT -DR=3 -DNE=1 -DFINE=1 -DBADS=1 -DCLOSES=1    any end counts in dispatch, refusal or not
  * mutation quick assertion FINISHED_COUNTS -DR=3 -DNE=1 -DFINE=1 -DDROPS=1     ... nor whether that rank had finished the epoch
- * mutation quick assertion SKIPPED_OWES -DR=3 -DNE=1 -DFINE=1 -DSPARSE -DDROPS=1   a rank that sends no row owes its flag for ever
+ * mutation quick assertion SKIPPED_OWES -DR=3 -DNE=1 -DFINE=1 -DSPARSE -DDROPS=1   who sends no row owes its flag for ever
  */
 #ifndef R
 #define R 2
@@ -77,7 +78,7 @@
 #define GONE     3
 #define GATE     4                   /* what is awaited at the gate: `returned` or `gone` of the epoch before */
 #define OK      0                    /* codes, in a flag and as the end of a call */
-#define BAD     1                    /* a common verdict: every rank reaches it by itself from the counts (bad_input, mismatch, capacity) */
+#define BAD     1                    /* a common verdict, which all reach from the counts (bad_input, mismatch, capacity) */
 #define OWN     2                    /* the sender's own view (timed_out, system, corrupt); seen from outside: peer_left */
 #define ENDED   3                    /* peer_lost, peer_closed */
 #define LEFT    4                    /* peer_left */
@@ -198,7 +199,9 @@ inline somebody_left() {                                 /* fills code and culpr
 	p = 0
 }
 
-/* In the order opposite to that in which a rank ends: flags, `gone`, `closed`, its process. */
+/* In the order opposite to that in which a rank ends: flags, `gone`, `closed`, its process. At the gate and in combine only the
+ * ranks still awaited count; so it is in dispatch once a refusal or a common verdict is known. */
+#define ONLY_AWAITED (kind == GATE || kind == RETURNED || refuser != NOBODY || (EP(g) == e && CODE(g) == BAD))
 // label closed_load = src/ep/flags.cpp has_closed
 // label ended_lost = src/ep/flags.cpp Await::somebody_ended
 // label ended_closed = src/ep/flags.cpp Await::somebody_ended
@@ -235,9 +238,9 @@ inline somebody_ended() {
 #ifdef ENDS_COUNT
 				:: !owes && (kind == GATE || kind == RETURNED) -> p++
 #else
-				:: !owes && (kind == GATE || kind == RETURNED || refuser != NOBODY || (EP(g) == e && CODE(g) == BAD)) -> p++
+				:: !owes && ONLY_AWAITED -> p++
 #ifndef FINISHED_COUNTS
-				:: !owes && !(kind == GATE || kind == RETURNED || refuser != NOBODY || (EP(g) == e && CODE(g) == BAD)) && done -> p++
+				:: !owes && !ONLY_AWAITED && done -> p++          /* it has finished this epoch and owes nothing */
 #endif
 #endif
 				:: else ->
@@ -316,7 +319,8 @@ inline poll() {
 // label begin = src/ep/flags.cpp Await::begin
 inline begin(what) {
 	d_step {
-		kind = what; waiting = (BIT(R) - 1) & ~BIT(me); refuser = NOBODY; refusal = OK; culprit = NOBODY; code = OK; result = PENDING;
+		kind = what; waiting = (BIT(R) - 1) & ~BIT(me); refuser = NOBODY; refusal = OK; culprit = NOBODY; code = OK;
+		result = PENDING;
 		if
 		:: kind == GATE && e == 1 -> waiting = 0                         /* nobody has used the slot yet */
 		:: kind == FIRST && verdict != OK -> refuser = me; refusal = verdict     /* my own flag is the first that is there */
@@ -332,12 +336,13 @@ inline begin(what) {
 #define NOTE(o,c,w) OUT(me,e) = o; HOW(me,e) = c; WHO(me,e) = w
 
 proctype rank(byte me) {
-	byte e = 1, kind, waiting, refuser = NOBODY, refusal, code, culprit = NOBODY, result, p, q, i, g, was, was_culprit, before, verdict, prior;
+	byte e = 1, kind, waiting, refuser = NOBODY, refusal, code, culprit = NOBODY, result, verdict, prior;
+	byte p, q, i, g, was, was_culprit, before;
 	bool done, owes, is_lost, is_closed, open, was_told, late;
 
 	goto dispatch;
 
-/* Looks, sleeps until there is news, looks again; at the deadline one last look. Ends as DONE, or FAILED with code and culprit. */
+/* Looks, sleeps until there is news, looks again; at the deadline one last look. DONE, or FAILED with code and culprit. */
 // label wait = src/session.cpp wait
 wait:
 	if :: IN(me,FINE) -> poll() :: else -> atomic { poll() } fi;
@@ -356,7 +361,8 @@ wait:
 	/* who left before he ended is not called closed or dead */
 	assert(result != FAILED || code != ENDED || was_told || kind == GATE || EP(WORD(GONE,me,culprit)) < e);
 	/* nor who refused */
-	assert(result != FAILED || code != ENDED || was_told || kind != FIRST || EP(WORD(FIRST,me,culprit)) != e || CODE(WORD(FIRST,me,culprit)) == OK);
+	assert(result != FAILED || code != ENDED || was_told || kind != FIRST ||
+	       EP(WORD(FIRST,me,culprit)) != e || CODE(WORD(FIRST,me,culprit)) == OK);
 	if
 	:: kind == GATE -> goto after_gate
 	:: kind == FIRST -> goto after_first
@@ -383,7 +389,9 @@ after_gate:
 	if :: result == FAILED -> goto leave :: else -> skip fi;
 	d_step {
 		if
-		:: verdict == BAD -> struck[e] = struck[e] | 2; if :: worst[e] == 0 || worst[e] > me + 1 -> worst[e] = me + 1 :: else -> skip fi
+		:: verdict == BAD ->
+			struck[e] = struck[e] | 2;
+			if :: worst[e] == 0 || worst[e] > me + 1 -> worst[e] = me + 1 :: else -> skip fi
 		:: verdict != OK && verdict != BAD -> struck[e] = struck[e] | 4
 		:: else -> skip
 		fi
@@ -442,7 +450,10 @@ leave:
 	raise(GONE, (code == LEFT -> OWN : code));
 next:
 	skip;
-	d_step { e++; kind = 0; waiting = 0; refuser = NOBODY; refusal = OK; code = OK; culprit = NOBODY; result = PENDING; verdict = OK; was_told = false };
+	d_step {
+		e++; kind = 0; waiting = 0; refuser = NOBODY; refusal = OK; code = OK; culprit = NOBODY; result = PENDING;
+		verdict = OK; was_told = false
+	};
 	goto dispatch;
 
 close:                                                       /* closed first, then what is open is dropped */
@@ -479,7 +490,8 @@ init {
 			:: p == R -> break
 			:: else ->
 				/* a refusal and nothing else: the same verdict, the same rank named, on all */
-				assert(struck[e] != 2 || early || (OUT(p,e) == LOST && HOW(p,e) == BAD && WHO(p,e) == (worst[e] == 0 -> NOBODY : worst[e] - 1)));
+				assert(struck[e] != 2 || early || (OUT(p,e) == LOST && HOW(p,e) == BAD &&
+				       WHO(p,e) == (worst[e] == 0 -> NOBODY : worst[e] - 1)));
 				/* a refusal among other faults: an error in dispatch on all */
 				assert(!(struck[e] & 2) || early || OUT(p,e) == LOST);
 				/* no error in dispatch without a cause, and a dropped batch is none; none in combine without one either */

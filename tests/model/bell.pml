@@ -1,5 +1,5 @@
-/* bell.pml: sleeping. One window with a 32-bit doorbell, while 64-bit flags say what happened; threads that raise flags there, threads
- * of its owner that wait for them.
+/* bell.pml: sleeping. One window with a 32-bit doorbell, while 64-bit flags say what happened; threads that raise flags
+ * there, threads of its owner that wait for them.
  *
  *   raise:  flag.store(release); mark.store(1, release)             wait:  look
  *   ring:   mark.exchange(0, acquire) was 1:                               sleepers += 1; fence(seq_cst); d = bell
@@ -7,11 +7,11 @@
  *             sleepers > 0: bell += 1; futex_wake(all)                     futex_wait(bell, d, slice)
  *                                                                          sleepers -= 1
  *
- * Stores sit in a store buffer, in order, until drained at any time; a fence waits for that. An exchange may take a mark of its own
- * thread out of the buffer before the flag in front of it has left: that is what the fence in ring is for. Reads take no time: a
- * store that has left its buffer is seen by all (x86, and Arm from version 8).
- * Sizes: RAISERS, WAITERS (1 or 2), ROUNDS. SAME_RANK: the raisers are threads of one rank and share one mark. DIES: a raiser may die
- * between flag and ring; SLICE: a sleep ends by itself.
+ * Stores sit in a store buffer, in order, until drained at any time; a fence waits for that. An exchange may take a mark of
+ * its own thread out of the buffer before the flag in front of it has left: that is what the fence in ring is for. Reads
+ * take no time: a store that has left its buffer is seen by all (x86, and Arm from version 8).
+ * Sizes: RAISERS, WAITERS (1 or 2), ROUNDS. SAME_RANK: the raisers are threads of one rank and share one mark. DIES: a
+ * raiser may die between flag and ring; SLICE: a sleep ends by itself.
  *
  * Checked: nobody sleeps for ever while his flags are there.
  *

@@ -26,8 +26,8 @@ import tempfile
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-# For the compiler and the search: steps deep, a hash table of 2^n slots at first, megabytes at most. In the quick set the compiler is
-# what takes the time.
+# For the compiler and the search: megabytes at most, steps deep, a hash table of 2^n slots at first. In the quick set the
+# compiler is what takes the time.
 SIZES = {"quick": (["-O0"], ["-m50000", "-w20"]), "long": (["-O2", "-DCOLLAPSE", "-DMEMLIM=8000"], ["-m2000000", "-w24"])}
 
 
@@ -72,27 +72,29 @@ def runs_of(model):
     return runs
 
 
-def search(run, folder, options=()):
-    """Searches all states in `folder`; returns (outcome, states, depth, output)."""
+def search(run, folder, shortest=False):
+    """Searches all states in `folder`, or for the shortest way to an error; returns (outcome, states, depth, output)."""
     (folder / f"{run.model}.pml").write_text((HERE / f"{run.model}.pml").read_text())
     compiler, searcher = SIZES["quick" if run.expected != "ok" else run.size]
+    if shortest:
+        compiler, searcher = [*compiler, "-DREACH"], [*searcher, "-i"]
     for command in (["spin", "-a", *run.macros, f"{run.model}.pml"],
-                    ["gcc", *compiler, "-w", "-DSAFETY", "-DVECTORSZ=2048", *(["-DREACH"] if options else []), "-o", "pan", "pan.c"],
-                    ["./pan", *searcher, *options]):
+                    ["gcc", *compiler, "-w", "-DSAFETY", "-DVECTORSZ=2048", "-o", "pan", "pan.c"],
+                    ["./pan", *searcher]):
         done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode and command[0] != "./pan":
             return "broken", 0, 0, done.stdout
     out = done.stdout
     states = re.search(r"([\d.e+]+) states, stored", out)
     depth = re.search(r"depth reached (\d+)", out)
-    if re.search(r"search depth too small|out of memory|aborting|not completed", out.replace("Warning: Search not completed", "")):
-        outcome = "unfinished"
-    elif "assertion violated" in out:
+    if "assertion violated" in out:
         outcome = "assertion"
     elif "invalid end state (" in out:
         outcome = "deadlock"
+    elif "errors: 0" in out and not re.search(r"not completed|depth too small|out of memory|MEMLIM", out):
+        outcome = "ok"
     else:
-        outcome = "ok" if "errors: 0" in out else "unfinished"
+        outcome = "unfinished"
     return outcome, int(float(states.group(1))) if states else 0, int(depth.group(1)) if depth else 0, out
 
 
@@ -103,7 +105,8 @@ def check(run):
         outcome, states, depth, output = search(run, pathlib.Path(folder))
     good = outcome == run.expected
     said = outcome if run.expected == "ok" else f"caught ({outcome})" if good else f"NOT CAUGHT ({outcome})"
-    line = f"{'  ' if good else '! '}{said:20} {states:>10} states {depth:>7} deep {time.monotonic() - start:7.1f} s  {run.name}"
+    seconds = time.monotonic() - start
+    line = f"{'  ' if good else '! '}{said:20} {states:>10} states {depth:>7} deep {seconds:7.1f} s  {run.name}"
     if outcome == "broken":
         line += "\n" + output
     elif not good and outcome != "ok":
@@ -114,7 +117,7 @@ def check(run):
 def trace(model, macros):
     run = Run(model, "long", "ok", macros)
     with tempfile.TemporaryDirectory() as folder:
-        outcome, *_, output = search(run, pathlib.Path(folder), ["-i"])
+        outcome, *_, output = search(run, pathlib.Path(folder), shortest=True)
         print(output if outcome in ("broken", "ok") else f"{run.name}: {outcome}")
         if outcome in ("assertion", "deadlock"):
             subprocess.run(["spin", "-t", "-p", "-g", *macros, f"{model}.pml"], cwd=folder)

@@ -1,31 +1,31 @@
-/* epoch.pml: who may overwrite what. The flags and the memory of one session from dispatch to combine, epoch after epoch, with bad
- * input, lost deadlines and deaths.
+/* epoch.pml: who may overwrite what. The flags and the memory of one session from dispatch to combine, epoch after epoch,
+ * with bad input, lost deadlines and deaths.
  *
  * Memory. A count row, the rows from one rank, y, the home rows, the x place, a reason record: each is one cell, the epoch it
- * belongs to, or TORN from its first store until the release that publishes it. A store begins as early and is whole as late as
- * the rules allow. A read lasts from the acquire that allowed it to the reader's next release and is checked at both ends: loads,
- * too, as early and as late as allowed. -DTSO delays every flag in a store buffer on top of that.
+ * belongs to, or TORN from its first store until the release that publishes it. A store begins as early and is whole as late
+ * as the rules allow. A read lasts from the acquire that allowed it to the reader's next release and is checked at both
+ * ends: loads, too, as early and as late as allowed. -DTSO delays every flag in a store buffer on top of that.
  * Flags. counted, arrived, returned, gone: one word per (window, slot, writer) = 4 * epoch + code; one writer, growing.
  * Calls. One list of calls, the same on all ranks; every legal order is tried: dispatch, end of any open epoch,
  * with -DOVERCALL also one dispatch too many.
  * Waits are coarse here: a look sees all flags at one moment, and any dead rank may end it. await.pml has looks step by step.
- * Sizes: R ranks (2 or 3), D = depth, NE epochs. Faults, how many in all: BADS bad inputs, LATES deadlines that strike in a wait,
- * DROPS batches dropped, DEATHS deaths at any step.
- * Variants: PADDED (rows go out with the counts), PUSH (y rows go to the token's home), IN_PLACE (rows stay in the sender's x place
- * and are read there), SPARSE (no `arrived` between pairs that exchange no row; not padded).
+ * Sizes: R ranks (2 or 3), D = depth, NE epochs. Faults, how many in all: BADS bad inputs, LATES deadlines that strike in a
+ * wait, DROPS batches dropped, DEATHS deaths at any step.
+ * Variants: PADDED (rows go out with the counts), PUSH (y rows go to the token's home), IN_PLACE (rows stay in the sender's
+ * x place and are read there), SPARSE (no `arrived` between pairs that exchange no row; not padded).
  *
- * Checked: no torn or stale cell is read, no slot in use is written, no flag is overwritten unread, no deadlock, an error before
- * `returned` on one rank means combine on none, bad input fails the same call everywhere, no error without cause, who failed alone in
- * combine is heard in his next dispatch, one dispatch too many is refused without effect.
+ * Checked: no torn or stale cell is read, no slot in use is written, no flag is overwritten unread, no deadlock, an error
+ * before `returned` on one rank means combine on none, bad input fails the same call everywhere, no error without cause, who
+ * failed alone in combine is heard in his next dispatch, one dispatch too many is refused without effect.
  *
- * run long -DR=2 -DD=2 -DNE=3 -DLATES=1
  * run quick -DR=2 -DD=1 -DNE=3 -DLATES=1 -DDROPS=1
- * run long -DR=2 -DD=1 -DNE=3 -DLATES=1 -DBADS=1 -DDROPS=1
  * run quick -DR=2 -DD=1 -DNE=3 -DLATES=1 -DBADS=1 -DPADDED -DPUSH
  * run quick -DR=2 -DD=1 -DNE=3 -DLATES=1 -DBADS=1 -DIN_PLACE -DSPARSE
  * run quick -DR=2 -DD=2 -DNE=2 -DDEATHS=1
  * run quick -DR=2 -DD=1 -DNE=3 -DLATES=1 -DTSO
  * run quick -DR=3 -DD=1 -DNE=3
+ * run long -DR=2 -DD=2 -DNE=3 -DLATES=1
+ * run long -DR=2 -DD=1 -DNE=3 -DLATES=1 -DBADS=1 -DDROPS=1
  * run long -DR=3 -DD=2 -DNE=3
  * run long -DR=3 -DD=2 -DNE=3 -DPADDED -DPUSH
  * run long -DR=3 -DD=2 -DNE=3 -DIN_PLACE -DSPARSE
@@ -76,7 +76,7 @@
  * mutation quick assertion NO_PRIOR -DLATES=1      who failed alone in combine keeps it to himself
  * mutation quick assertion GONE_LAST -DLATES=2 -DNE=4  `returned` is read before `gone`
  * mutation quick assertion RECORDS=1 -DLATES=2 -DBADS=1    one reason record per slot
- * mutation quick assertion REASON_TWICE -DLATES=1 -DBADS=1 a rank that has refused writes its record again when its deadline strikes
+ * mutation quick assertion REASON_TWICE -DLATES=1 -DBADS=1 who has refused writes his record again at his deadline
  */
 #ifndef R
 #define R 2
@@ -205,7 +205,7 @@ inline data_whole(kind, dst, c) {                        /* my stores for this f
 #endif
 }
 // label raise_all = src/ep/flags.cpp raise_all
-inline raise(kind, c) {                                  /* one flag to every peer, peer after peer; mine comes first and counts for me only */
+inline raise(kind, c) {                                  /* one flag to every peer, peer after peer; mine concerns only me */
 	i = 1; q = (me + 1) % R;
 	do
 	:: i == R -> break
@@ -407,7 +407,7 @@ dispatch:
 #ifdef IN_PLACE
 	atomic { sl = next % D; step = next };
 	// label x_gate = src/session.cpp Session::x
-	if                                                       /* x(): no epoch is taken, and an error there concerns nobody else */
+	if                                                       /* x(): takes no epoch, and an error there concerns nobody else */
 #ifdef X_BEFORE_GATE
 	:: true -> e = step; start_x()
 #else

@@ -9,8 +9,8 @@ In the models, the step that stands for it names the place in the code, just abo
 
     // label ring_after_raises = src/ep/flags.cpp raise_all
 
-This test says what is missing on either side, or named in another function than the label claims. At its end it damages both sides,
-one name at a time, and fails if that goes unnoticed.
+This test says what is missing on either side, or named in another function than the label claims. At its end it damages both
+sides, one name at a time, and fails if that goes unnoticed.
 """
 import pathlib
 import re
@@ -24,7 +24,8 @@ WATCHED = {
     "src/ep/dispatch.cpp": r"\b(raise_all|leave|send_reason|reason_text|see|has_closed)\(|\bawait_\.begin(_gate)?\(",
     "src/ep/combine.cpp": r"\b(raise_all|leave|send_reason|reason_text|see|has_closed|drop)\(|\bawait_\.begin\(",
     "src/ep/exchange.cpp": r"link\.(raise|ring)\(|\bsee\(",
-    "src/session.cpp": r"ep::(drop|raise_closed|leave|raise_all|see)\(|begin_gate\(|\b(link_?|l)\.(announce|sleep|awake|raise|ring)\(|\bpoll\((true|false)\)",
+    "src/session.cpp": r"ep::(drop|raise_closed|leave|raise_all|see)\(|begin_gate\(|\bpoll\((true|false)\)|"
+                       r"\b(link_?|l)\.(announce|sleep|awake|raise|ring)\(",
     "src/transport/mapped.cpp": r"[\w)]\.(load|store|exchange|fetch_\w+)\(|atomic_thread_fence\(|futex_\w+\(",
     "src/ep/workers.hpp": r"[\w)]\.(load|store|fetch_\w+|wait)\(",
 }
@@ -53,7 +54,8 @@ def function_at(lines, at):
                 continue
             if re.match(r"\s*(class|struct)\b", lines[i]):
                 return inside(i, indent + 4)
-            if code(i).endswith(("{", "}")) and name_in(i) and not re.match(r"\s*(if|for|while|switch|try|do|return|else)\b", lines[i]):
+            statement = re.match(r"\s*(if|for|while|switch|try|do|return|else)\b", lines[i])
+            if code(i).endswith(("{", "}")) and name_in(i) and not statement:
                 return name_in(i)
         return None
 
@@ -70,7 +72,9 @@ def names_above(lines, at):
         return lines[i].split("//")[0].rstrip()
 
     first = at
-    while first > 0 and code(first - 1) and not code(first - 1).endswith((";", "{", "}", ":")) and not lines[first - 1].startswith("#"):
+    while first > 0 and code(first - 1) and not code(first - 1).endswith((";", "{", "}", ":")):
+        if lines[first - 1].startswith("#"):
+            break
         first -= 1
     last = at
     while last + 1 < len(lines) and not code(last).endswith((";", "{", "}")):
@@ -133,9 +137,11 @@ def damaged(sources, models):
             if LABEL.match(line):
                 yield f"{path} without '{line.strip()}'", sources, {**models, path: text.replace(line + "\n", "", 1)}
     path = "src/ep/flags.cpp"
-    text = sources[path].replace("\nvoid send_reason(", "\nvoid raise_twice(Rank& rank) {\n    rank.link.raise(0, 0, 1);\n}\n\nvoid send_reason(")
+    more = "\nvoid raise_twice(Rank& rank) {\n    rank.link.raise(0, 0, 1);\n}\n"
+    text = sources[path].replace("\nvoid send_reason(", more + "\nvoid send_reason(")
     yield f"{path} with a new store", {**sources, path: text}, models
-    moved = sources[path].replace("model: raise_gone", "").replace("const Place place{p,", "// model: raise_gone\n        const Place place{p,")
+    moved = sources[path].replace("model: raise_gone", "")
+    moved = moved.replace("const Place place{p,", "// model: raise_gone\n        const Place place{p,")
     yield f"{path} with raise_gone in another function", {**sources, path: moved}, models
 
 
