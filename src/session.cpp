@@ -171,12 +171,12 @@ class Waiter {
         int64_t spin_until = now_ns() + patience_.spin_ns;
         int64_t yield_until = spin_until + patience_.yield_ns;
         for (;;) {
-            ep::Progress progress = poll(false);
+            ep::Progress progress = poll(false);  // model: wait
             if (progress != ep::Progress::pending) return progress;
             const int64_t now = now_ns();
             if (now >= deadline.at_ns) {
                 // One last look: a rank that was stopped itself may find everything there.
-                if (progress = poll(true); progress != ep::Progress::pending) return progress;
+                if (progress = poll(true); progress != ep::Progress::pending) return progress;  // model: last_look
                 give_up(deadline.waited_ms());
                 return ep::Progress::failed;
             }
@@ -185,9 +185,10 @@ class Waiter {
             } else if (now < yield_until) {
                 sched_yield();
             } else {
-                const Announced asleep(link_);
-                progress = poll(true);
+                const Announced asleep(link_);  // model: announced
+                progress = poll(true);          // model: announced_look
                 if (progress != ep::Progress::pending) return progress;
+                // model: asleep
                 link_.sleep(asleep.ticket, std::min(slice_ns, deadline.at_ns - now));
                 spin_until = now_ns() + std::min<int64_t>(patience_.spin_ns, 20'000);
                 yield_until = spin_until;  // who has slept once waits for more than a switch
@@ -198,8 +199,8 @@ class Waiter {
 
  private:
     struct Announced {
-        explicit Announced(Transport& l) : link(l), ticket(l.announce()) {}
-        ~Announced() { link.awake(); }
+        explicit Announced(Transport& l) : link(l), ticket(l.announce()) {}  // model: announce
+        ~Announced() { link.awake(); }                                       // model: awake
         Transport& link;
         const uint32_t ticket;
     };
@@ -290,9 +291,9 @@ struct Session::Impl {
         if (closed || !connected) return;
         closed = true;
         if (!rank->here()) return;  // a forked child does not have the windows
-        ep::raise_closed(*rank);
+        ep::raise_closed(*rank);    // model: close
         for (ep::Flight& f : flights)
-            if (f.open) ep::drop(*rank, f);
+            if (f.open) ep::drop(*rank, f);  // model: close_drops
     }
 
     void refuse_ended(const char* call) const {
@@ -309,7 +310,7 @@ struct Session::Impl {
                                                 call)));
     }
     void refuse_open(const ep::Flight& flight, uint64_t epoch) const {
-        if (flight.open)
+        if (flight.open)  // model: refuse_open
             throw Error(Status(Code::depth,
                                fmt::format("dispatch {}: epoch {} is still open and depth is {}. Combine or drop its batch "
                                            "first, or open the session with a larger depth.",
@@ -478,7 +479,7 @@ ExpertBatch Session::dispatch(const DispatchArgs& args) {
     };
     ep::Progress end;
     try {
-        s.dispatch.start(*s.rank, flight, args, s.untold);
+        s.dispatch.start(*s.rank, flight, args, s.untold);  // model: prior_told
         s.untold = {};
         end = Waiter(*s.link, s.patience)
                   .wait(
@@ -504,7 +505,7 @@ void* Session::x() {
     ep::Flight next;
     next.epoch = epoch;
     next.slot = epoch % static_cast<uint64_t>(o.depth);
-    s.gate.begin_gate(*s.rank, next);
+    s.gate.begin_gate(*s.rank, next);  // model: x_gate
     const Deadline deadline = s.deadline(0);
     Status late;
     const ep::Progress end =
@@ -562,7 +563,7 @@ void Session::combine(ExpertBatch& batch, const CombineArgs& args) {
     }
     s.rank->edge(end == ep::Progress::done ? Edge::combined : Edge::combine_failed, flight.epoch);
     if (end == ep::Progress::done) return;
-    if (s.combine.untold())
+    if (s.combine.untold())  // model: prior
         s.untold = Status(s.combine.status().code(),
                           fmt::format("rank {}: its combine of epoch {} failed after this rank's rows had been offered: {}",
                                       s.link->rank(), flight.epoch, s.combine.status().text()));
@@ -677,7 +678,7 @@ ExpertBatch& ExpertBatch::operator=(ExpertBatch&& other) noexcept {
 
 ExpertBatch::~ExpertBatch() {
     if (!flight_ || !flight_->open || flight_->epoch != epoch_ || !flight_->rank->here()) return;
-    ep::drop(*flight_->rank, *flight_);
+    ep::drop(*flight_->rank, *flight_);  // model: drop_batch
 }
 
 const ep::Flight& ExpertBatch::flight() const {

@@ -49,13 +49,15 @@ void CombineStep::start(Rank& rank, Flight& flight, const CombineArgs& args) {
     }
     if (!status_.ok()) {
         ended_ = true;
-        send_reason(rank, flight, status_);
-        return leave(rank, flight, status_.code(), rank.me());
+        send_reason(rank, flight, status_);                     // model: combine_reason
+        return leave(rank, flight, status_.code(), rank.me());  // model: leave_combine
     }
     rank.kernels.fence();  // for the caller's own streaming stores to y
+    // model: raise_returned
     raise_all(rank, Flag::returned, flight.slot, Word::of(flight.epoch, layout::returned_ok, rank.me()));
     offered_ = true;
     rank.edge(Edge::y_out, flight.epoch);
+    // model: await_returned
     await_.begin(rank, flight, Flag::returned, nullptr, rank.options.partial ? flight.lost.data() : nullptr);
 }
 
@@ -72,7 +74,7 @@ Progress CombineStep::poll(Rank& rank, Flight& flight, bool thorough) {
     }
     ended_ = true;
     rank.edge(Edge::y_in, flight.epoch);
-    if (await_.refuser() >= 0 && has_closed(rank, await_.refuser())) {
+    if (await_.refuser() >= 0 && has_closed(rank, await_.refuser())) {  // model: combine_closed
         status_ = {Code::peer_closed,
                    fmt::format("combine {}: rank {} closed its session with this batch open. Open a new session "
                                "with the ranks that are left.",
@@ -106,11 +108,12 @@ void CombineStep::give_up(Rank& rank, Flight& flight, int64_t waited_ms) {
 void CombineStep::abandon(Rank& rank, Flight& flight) {
     if (ended_) return;
     ended_ = true;
-    if (!offered_) leave(rank, flight, Code::system, rank.me());
+    if (!offered_) leave(rank, flight, Code::system, rank.me());  // model: abandon_combine
 }
 
 void drop(Rank& rank, Flight& flight) {
     flight.open = false;
+    // model: raise_dropped
     raise_all(rank, Flag::returned, flight.slot, Word::of(flight.epoch, layout::returned_dropped, rank.me()));
 }
 

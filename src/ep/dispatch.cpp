@@ -72,7 +72,7 @@ void DispatchStep::start(Rank& rank, Flight& flight, const DispatchArgs& args, c
     std::fill(flight.missing.begin(), flight.missing.end(), 0);
     if (verdict_.ok() && rank.options.partial && rank.generation > 0)
         args_.topk_ids = leave_out_lost_experts(rank, flight, args_);
-    await_.begin_gate(rank, flight);
+    await_.begin_gate(rank, flight);  // model: dispatch_gate
 }
 
 Progress DispatchStep::poll(Rank& rank, Flight& flight, bool thorough) {
@@ -99,16 +99,17 @@ void DispatchStep::after_gate(Rank& rank, Flight& flight) {
     rank.edge(Edge::slot_free, flight.epoch);
     send_counts(rank, flight, args_);
     if (!verdict_.ok())
-        send_reason(rank, flight, verdict_);
+        send_reason(rank, flight, verdict_);  // model: refuse_reason
     else if (landing == Landing::padded)
         send_cells(rank, flight, args_);
     else if (landing == Landing::in_place)
         offer_in_place(rank, flight, args_);
     const bool counts_first = landing == Landing::packed;
     const Flag flag = counts_first ? Flag::counted : Flag::arrived;
+    // model: raise_counted
     raise_all(rank, flag, flight.slot, Word::of(flight.epoch, static_cast<uint32_t>(verdict_.code()), rank.me()));
     rank.edge(counts_first ? Edge::counts_out : Edge::rows_out, flight.epoch);
-    await_.begin(rank, flight, flag);
+    await_.begin(rank, flight, flag);  // model: await_counted
     phase_ = counts_first ? Phase::counts : Phase::rows;
 }
 
@@ -123,10 +124,12 @@ Progress DispatchStep::after_counts(Rank& rank, Flight& flight) {
         nothing_to_[static_cast<size_t>(p)] = flight.rows_between(rank.me(), p) == 0;
         nothing_from_[static_cast<size_t>(p)] = flight.rows_between(p, rank.me()) == 0;
     }
+    // model: raise_arrived
     raise_all(rank, Flag::arrived, flight.slot, Word::of(flight.epoch, 0, rank.me()), nothing_to_.data());
     rank.edge(Edge::rows_out, flight.epoch);
     fill_results(rank, flight);
     write_pad_rows(rank, flight);
+    // model: await_arrived
     await_.begin(rank, flight, Flag::arrived, nothing_from_.data(), rank.options.partial ? flight.lost.data() : nullptr);
     phase_ = Phase::rows;
     return Progress::pending;
@@ -158,13 +161,14 @@ Progress DispatchStep::after_rows(Rank& rank, Flight& flight) {
 // not known here.
 Progress DispatchStep::refused(Rank& rank, Flight& flight) {
     const uint32_t code = await_.refusal();
+    // model: refusal_reason
     status_ = code <= static_cast<uint32_t>(Code::corrupt)
                   ? Status(static_cast<Code>(code), fmt::format("dispatch {} refused: {}", flight.epoch,
                                                                 reason_text(rank, flight.slot, await_.refuser(), flight.epoch)))
                   : Status(Code::corrupt, fmt::format("dispatch {}: rank {} refuses it with the unknown code {}.", flight.epoch,
                                                       await_.refuser(), code));
-    phase_ = Phase::ended;  // not before: an exception above finds an epoch to leave
-    leave(rank, flight, Code::bad_input, await_.refuser());
+    phase_ = Phase::ended;                                   // not before: an exception above finds an epoch to leave
+    leave(rank, flight, Code::bad_input, await_.refuser());  // model: leave_refused
     rank.edge(Edge::dispatch_failed, flight.epoch);
     return Progress::failed;
 }
@@ -172,7 +176,7 @@ Progress DispatchStep::refused(Rank& rank, Flight& flight) {
 Progress DispatchStep::end(Rank& rank, Flight& flight, Status why, int culprit) {
     phase_ = Phase::ended;
     status_ = std::move(why);
-    leave(rank, flight, status_.code(), culprit);
+    leave(rank, flight, status_.code(), culprit);  // model: leave_dispatch
     rank.edge(Edge::dispatch_failed, flight.epoch);
     return Progress::failed;
 }
@@ -180,7 +184,7 @@ Progress DispatchStep::end(Rank& rank, Flight& flight, Status why, int culprit) 
 void DispatchStep::abandon(Rank& rank, Flight& flight) {
     if (phase_ == Phase::ended) return;
     phase_ = Phase::ended;
-    leave(rank, flight, Code::system, rank.me());
+    leave(rank, flight, Code::system, rank.me());  // model: abandon_dispatch
 }
 
 void DispatchStep::give_up(Rank& rank, Flight& flight, int64_t waited_ms) {
@@ -194,7 +198,7 @@ void DispatchStep::give_up(Rank& rank, Flight& flight, int64_t waited_ms) {
                                  flight.epoch, rank.me(), waited_ms, await_.awaited(), owed));
     // Before the gate a rank may still read what I wrote for an earlier epoch; the code in the flag must do. And a refusal that
     // I have published stands: a rank that is late may be reading why.
-    if (phase_ != Phase::gate && verdict_.ok()) send_reason(rank, flight, why);
+    if (phase_ != Phase::gate && verdict_.ok()) send_reason(rank, flight, why);  // model: give_up
     end(rank, flight, why, rank.me());
 }
 

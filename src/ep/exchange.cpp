@@ -242,7 +242,7 @@ void send_counts(Rank& rank, Flight& flight, const DispatchArgs& args) {
     const std::span<int32_t> mine(flight.counts.data() + me * experts, experts);
     count_rows(args.topk_ids, args.tokens * w.shape.topk, mine);
 
-    const layout::CountHead head{flight.epoch, args.tag, args.tokens, {}};
+    const layout::CountHead head{flight.epoch, args.tag, args.tokens, {}};  // model: store_counts
     for (int p = 0; p < rank.ranks(); ++p) {
         const uint64_t at = w.count_row(flight.slot, rank.me());
         const Place head_place{p, at};
@@ -274,7 +274,7 @@ Status take_counts(Rank& rank, Flight& flight, uint64_t tag) {
             flight.source_tokens[static_cast<size_t>(q)] = 0;
             continue;
         }
-        layout::CountHead head;
+        layout::CountHead head;  // model: load_counts
         std::memcpy(&head, rank.own(w.count_row(flight.slot, q)), sizeof head);
         std::memcpy(counts, rank.own(w.count_row(flight.slot, q)) + sizeof head, 4 * experts);
 
@@ -335,6 +335,7 @@ void send_rows(Rank& rank, Flight& flight, const DispatchArgs& args) {
     const int64_t topk = rank.window.shape.topk;
     const RowWriter writer(rank, args.tokens * topk * rank.window.row.payload_bytes);
     each_row(rank, args, [&](int64_t t, int64_t k, const std::byte* payload, const std::byte* scales, const Info& info) {
+        // model: store_rows
         writer.to_final_place(flight.slot, flight.places[static_cast<size_t>(t * topk + k)], payload, scales, info);
     });
     note_sent(rank, flight);
@@ -349,6 +350,7 @@ void send_cells(Rank& rank, Flight& flight, const DispatchArgs& args) {
     each_row(rank, args, [&](int64_t t, int64_t k, const std::byte* payload, const std::byte* scales, const Info& info) {
         const RowPlace place = flight.places[static_cast<size_t>(t * topk + k)];
         const int64_t local = args.topk_ids[t * topk + k] - rank.placement.of_rank[static_cast<size_t>(place.rank)].first;
+        // model: store_cells
         writer.to_cell(place.rank, w.cell_at(flight.slot, local, rank.me(), place.row), payload, scales, info);
     });
     note_sent(rank, flight);
@@ -373,7 +375,7 @@ void close_gaps(Rank& rank, Flight& flight) {
                 for (int64_t i = 0; i < count; ++i, ++row) {
                     const std::byte* cell = rank.own(w.cell_at(flight.slot, local, source, i));
                     const auto at = static_cast<size_t>(row);
-                    move(slot + w.expand_x + at * payload_bytes, cell, payload_bytes);
+                    move(slot + w.expand_x + at * payload_bytes, cell, payload_bytes);  // model: load_cells
                     if (scale_bytes) std::memcpy(slot + w.scales + at * scale_bytes, cell + w.cell.scales_at, scale_bytes);
                     std::memcpy(slot + w.source_info + at * 12, cell + w.cell.info_at, 12);
                     if (w.shape.weights) std::memcpy(slot + w.weights + at * 4, cell + w.cell.info_at + 12, 4);
@@ -407,6 +409,7 @@ void offer_in_place(Rank& rank, Flight& flight, const DispatchArgs& args) {
                     const int32_t* ids = args.topk_ids + t * topk;
                     if (std::all_of(ids, ids + topk, [](int32_t id) { return id < 0; })) continue;
                     const auto at = static_cast<size_t>(t);
+                    // model: store_x
                     if (format.format == Format::none)
                         rank.kernels.copy(x + at * payload_bytes, from + t * stride, payload_bytes);
                     else
@@ -498,7 +501,7 @@ Status find_row(const Flight& flight, int64_t row, ExpertBatch::Row* found) {
     } else if (is_dispatched(flight, source)) {
         const std::byte* home = rank.base[static_cast<size_t>(source.rank)] + slot;
         const auto token = static_cast<uint64_t>(source.token);
-        *found = {home + w.x + token * payload_bytes, home + w.x_scales + token * scale_bytes};
+        *found = {home + w.x + token * payload_bytes, home + w.x_scales + token * scale_bytes};  // model: load_x
     } else {
         return bad_source(flight, row, source);
     }
@@ -525,7 +528,7 @@ Status materialise(Rank& rank, Flight& flight) {
                 }
                 std::byte* to = slot + w.expand_x + static_cast<size_t>(i) * payload_bytes;
                 if (to == from.payload) continue;
-                move(to, from.payload, payload_bytes);
+                move(to, from.payload, payload_bytes);  // model: load_x_materialise
                 if (scale_bytes) std::memcpy(slot + w.scales + static_cast<size_t>(i) * scale_bytes, from.scales, scale_bytes);
             }
         },
@@ -599,6 +602,7 @@ void place_y(Rank& rank, Flight& flight, const void* y) {
     rank.workers.split(
         flight.rows, 64,
         [&](int64_t, int64_t first, int64_t last) {
+            // model: store_y
             move(to + first * bytes, static_cast<const std::byte*>(y) + first * bytes,
                  static_cast<size_t>((last - first) * bytes));
         },
@@ -628,7 +632,7 @@ Status push_home(Rank& rank, Flight& flight, const void* y) {
                     rank.kernels.encode(wire, w.shape.token, payload, w.shape.hidden, scratch, scratch + w.home_row.scales_at);
                     payload = scratch;
                 }
-                const uint64_t home = w.home_at(flight.slot, source.token, source.k);
+                const uint64_t home = w.home_at(flight.slot, source.token, source.k);  // model: store_home
                 const auto home_bytes = wire.format == Format::none
                                             ? static_cast<size_t>(w.wire.payload_bytes)
                                             : static_cast<size_t>(w.home_row.scales_at + w.wire.scale_bytes());
@@ -688,7 +692,7 @@ void sum_rows(Rank& rank, Flight& flight, const CombineArgs& args, bool encoded,
 void sum_read(Rank& rank, Flight& flight, const CombineArgs& args) {
     const layout::Window& w = rank.window;
     const auto bytes = static_cast<size_t>(w.shape.hidden * layout::token_bytes(w.shape.token));
-    const uint64_t y = w.slot(flight.slot) + w.y;
+    const uint64_t y = w.slot(flight.slot) + w.y;  // model: load_y
     sum_rows(rank, flight, args, false, [&](RowPlace place, int64_t, int64_t) {
         return rank.base[static_cast<size_t>(place.rank)] + y + static_cast<size_t>(place.row) * bytes;
     });
@@ -701,6 +705,7 @@ void sum_home(Rank& rank, Flight& flight, const CombineArgs& args) {
     const layout::Window& w = rank.window;
     const bool encoded = rank.options.combine_quant != Format::none;
     sum_rows(rank, flight, args, encoded,
+             // model: load_home
              [&](RowPlace, int64_t token, int64_t k) { return rank.own(w.home_at(flight.slot, token, k)); });
 }
 

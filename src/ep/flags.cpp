@@ -18,7 +18,7 @@ using layout::Flag;
 using layout::Word;
 
 uint64_t load_acquire(const std::byte* at) {
-    // Pairs with the release store in Transport::raise().
+    // Pairs with the release store in Transport::raise(). model: load_acquire
     auto* word = reinterpret_cast<uint64_t*>(const_cast<std::byte*>(at));
     return std::atomic_ref<uint64_t>(*word).load(std::memory_order_acquire);
 }
@@ -52,17 +52,18 @@ void raise_all(Rank& rank, Flag flag, uint64_t slot, Word word, const uint8_t* s
     const uint64_t offset = rank.window.flag_line(slot, rank.me()) + layout::flag_offset(flag);
     for (int i = 0; i < rank.ranks(); ++i) {
         const int p = (rank.me() + i) % rank.ranks();  // each rank starts elsewhere: no rank is everybody's last
-        if (!skip || !skip[p]) rank.link.raise(p, offset, word.bits);
+        if (!skip || !skip[p]) rank.link.raise(p, offset, word.bits);  // model: raise_all, raise_all_await
     }
-    rank.link.ring();
+    rank.link.ring();  // model: ring_after_raises
 }
 
 Word see(const Rank& rank, Flag flag, uint64_t slot, int writer) {
+    // model: see
     return {load_acquire(rank.own(rank.window.flag_line(slot, writer) + layout::flag_offset(flag)))};
 }
 
 void send_reason(Rank& rank, const Flight& flight, const Status& why) {
-    layout::Reason reason{};
+    layout::Reason reason{};  // model: send_reason
     reason.epoch = flight.epoch;
     reason.text_bytes = std::min(why.text().size(), sizeof reason.text);
     std::memcpy(reason.text, why.text().data(), reason.text_bytes);
@@ -74,23 +75,25 @@ void send_reason(Rank& rank, const Flight& flight, const Status& why) {
 
 void leave(Rank& rank, Flight& flight, Code code, int culprit) {
     flight.open = false;
+    // model: raise_gone
     raise_all(rank, Flag::gone, flight.slot, Word::of(flight.epoch, static_cast<uint32_t>(code), culprit));
 }
 
 bool has_closed(const Rank& rank, int peer) {
-    // Pairs with the release in raise_closed(): every flag of that session was raised before.
+    // Pairs with the release in raise_closed(): every flag of that session was raised before. model: closed_load
     return load_acquire(rank.own(rank.window.member(peer))) != 0;
 }
 
 void raise_closed(Rank& rank) {
+    // model: raise_closed
     for (int p = 0; p < rank.ranks(); ++p) rank.link.raise(p, rank.window.member(rank.me()), 1);
-    rank.link.ring();
+    rank.link.ring();  // model: ring_after_closed
 }
 
 std::string reason_text(const Rank& rank, uint64_t slot, int writer, uint64_t epoch) {
     if (writer < 0 || writer >= rank.ranks()) return {};
     const auto published = [&](Flag flag) {
-        const Word word = see(rank, flag, slot, writer);
+        const Word word = see(rank, flag, slot, writer);  // model: read_reason
         return word.epoch() == epoch && word.code() != 0;
     };
     if (!published(Flag::gone) && !published(Flag::counted) && !published(Flag::arrived)) return {};
@@ -105,7 +108,7 @@ std::string reason_text(const Rank& rank, uint64_t slot, int writer, uint64_t ep
 
 void Await::begin(const Rank& rank, const Flight& flight, Flag flag, const uint8_t* skip, uint8_t* lost) {
     lost_ = lost;
-    flag_ = flag;
+    flag_ = flag;  // model: begin
     gate_ = false;
     epoch_ = own_ = flight.epoch;
     slot_ = flight.slot;
@@ -123,21 +126,22 @@ void Await::begin(const Rank& rank, const Flight& flight, Flag flag, const uint8
 
 void Await::begin_gate(const Rank& rank, const Flight& flight) {
     begin(rank, flight, Flag::returned);
-    gate_ = true;
+    gate_ = true;  // model: gate
     const auto depth = static_cast<uint64_t>(rank.window.shape.depth);
     if (flight.epoch < rank.base_epoch + depth) waiting_.clear();  // nobody has used the slot in this generation
     epoch_ = flight.epoch - depth;
 }
 
 bool Await::is_there(const Rank& rank, int peer) const {
-    if (see(rank, flag_, slot_, peer).epoch() == epoch_) return true;
+    if (see(rank, flag_, slot_, peer).epoch() == epoch_) return true;  // model: await_flag
+    // model: gate_flag
     return gate_ && see(rank, Flag::gone, slot_, peer).epoch() >= epoch_;
 }
 
 bool Await::take_flags(const Rank& rank) {
     std::erase_if(waiting_, [&](int peer) {
         if (!is_there(rank, peer)) return false;
-        const Word word = see(rank, flag_, slot_, peer);
+        const Word word = see(rank, flag_, slot_, peer);  // model: take_flags
         if (!gate_ && word.code() != 0 && (refuser_ < 0 || peer < refuser_)) refuser_ = peer, refusal_ = word.code();
         return true;
     });
@@ -155,7 +159,8 @@ bool Await::fail(Code code, int culprit, std::string text) {
 bool Await::somebody_left(const Rank& rank) {
     for (int peer = 0; peer < rank.ranks(); ++peer) {
         if (!rank.is_member(peer)) continue;
-        const Word gone = see(rank, Flag::gone, slot_, peer);
+        const Word gone = see(rank, Flag::gone, slot_, peer);  // model: left_gone
+        // model: left_returned
         if (gone.epoch() < own_ || see(rank, Flag::returned, slot_, peer).epoch() == own_) continue;
         // Once a refusal is known, only those count that will never raise the awaited flag: the reason to tell is the refusal.
         if (refuser_ >= 0 && is_there(rank, peer)) continue;
@@ -168,6 +173,7 @@ bool Await::somebody_left(const Rank& rank) {
                         fmt::format("rank {} {}, as rank {} has seen in epoch {}. Call shrink() on the ranks that are left.",
                                     culprit, code == Code::peer_lost ? "has died (its process ended)" : "closed its session",
                                     peer, gone.epoch()));
+        // model: left_reason
         std::string reason = gone.epoch() == own_ ? reason_text(rank, slot_, culprit, own_) : "";
         if (reason.empty() && culprit != no_culprit && culprit != peer) reason = fmt::format("because of rank {}.", culprit);
         return fail(code, culprit,
@@ -188,12 +194,12 @@ bool Await::somebody_ended(const Rank& rank) {
         if (!awaited_still && !any_end_counts) continue;
         // In the order opposite to that in which a rank raises them: flags, `gone`, `closed`, its process's end. So what it
         // said before it ended is seen with its end.
-        const bool is_lost = rank.link.lost(peer);
-        const bool is_closed = has_closed(rank, peer);
-        const Word gone = see(rank, Flag::gone, slot_, peer);
+        const bool is_lost = rank.link.lost(peer);             // model: ended_lost
+        const bool is_closed = has_closed(rank, peer);         // model: ended_closed
+        const Word gone = see(rank, Flag::gone, slot_, peer);  // model: ended_gone
         const bool verdict_on_its_way = gone.epoch() == own_ && is_common_verdict(gone.code());
         if (is_there(rank, peer) && (!any_end_counts || verdict_on_its_way)) continue;
-        if (see(rank, flag_, slot_, peer).epoch() > own_)
+        if (see(rank, flag_, slot_, peer).epoch() > own_)  // model: ended_flag
             return fail(Code::corrupt, peer,
                         fmt::format("epoch {}: rank {} shows epoch {}. That process does not follow the protocol.", own_, peer,
                                     see(rank, flag_, slot_, peer).epoch()));
@@ -215,7 +221,7 @@ bool Await::somebody_ended(const Rank& rank) {
 }
 
 Progress Await::poll(Rank& rank, bool thorough) {
-    rank.link.poll();
+    rank.link.poll();  // model: poll
     const bool all_there = take_flags(rank);
     if (!all_there && !thorough && ++looks_ % 64 != 0) return Progress::pending;
     if (!gate_ && somebody_left(rank)) return failed_unless_refused(rank);
@@ -230,7 +236,7 @@ Progress Await::poll(Rank& rank, bool thorough) {
 
 // A rank has left. It may have raised the awaited flag just before; a refusal is then the reason to tell.
 Progress Await::failed_unless_refused(const Rank& rank) {
-    if (!take_flags(rank) || refuser_ < 0) return Progress::failed;
+    if (!take_flags(rank) || refuser_ < 0) return Progress::failed;  // model: failed_unless_refused
     failure_ = {};
     return Progress::done;
 }

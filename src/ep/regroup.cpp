@@ -20,20 +20,20 @@ std::atomic_ref<uint64_t> word_at(std::byte* at) {
 
 Turn turn_of(const Rank& rank, int peer) {
     // Pairs with the release store in Transport::raise(): that rank's last loads and stores of the old generation were before.
-    return {
-        word_at(rank.own(rank.window.member(peer) + offsetof(layout::MemberLine, regroup))).load(std::memory_order_acquire)};
+    std::byte* at = rank.own(rank.window.member(peer) + offsetof(layout::MemberLine, regroup));
+    return {word_at(at).load(std::memory_order_acquire)};  // model: regroup_turn
 }
 
 void ask(Rank& rank, Turn turn) {
-    for (int p = 0; p < rank.ranks(); ++p)
-        rank.link.raise(p, rank.window.member(rank.me()) + offsetof(layout::MemberLine, regroup), turn.bits);
-    rank.link.ring();
+    const uint64_t word = rank.window.member(rank.me()) + offsetof(layout::MemberLine, regroup);
+    for (int p = 0; p < rank.ranks(); ++p) rank.link.raise(p, word, turn.bits);  // model: ask
+    rank.link.ring();                                                            // model: ask
 }
 
 }  // namespace
 
 bool asks_to_regroup(const Rank& rank, int peer) {
-    return turn_of(rank, peer).generation() > rank.generation;
+    return turn_of(rank, peer).generation() > rank.generation;  // model: regroup_asked
 }
 
 void RegroupStep::start(Rank& rank, uint64_t next_epoch) {
@@ -41,14 +41,14 @@ void RegroupStep::start(Rank& rank, uint64_t next_epoch) {
     generation_ = rank.generation + 1;
     base_ = next_epoch;
     waiting_.clear();
-    ask(rank, Turn::of(generation_, next_epoch));
+    ask(rank, Turn::of(generation_, next_epoch));  // model: ask_first
 }
 
 Progress RegroupStep::poll(Rank& rank) {
-    rank.link.poll();
+    rank.link.poll();  // model: regroup_looks
     std::atomic_ref<uint64_t> decision = word_at(rank.base[0] + rank.window.decision);
     // Pairs with the exchange below, of whoever decided: its offer is there.
-    Word stands{decision.load(std::memory_order_acquire)};
+    Word stands{decision.load(std::memory_order_acquire)};  // model: regroup_stands
     if (stands.epoch() >= generation_) return adopt(rank, stands);
 
     Offer offer{};
@@ -58,8 +58,8 @@ Progress RegroupStep::poll(Rank& rank) {
     for (int p = 0; p < rank.ranks(); ++p) {
         if (!rank.is_member(p)) continue;
         // Its end first: who asked and then died is not taken along.
-        if (rank.link.lost(p) || has_closed(rank, p)) continue;
-        const Turn turn = turn_of(rank, p);
+        if (rank.link.lost(p) || has_closed(rank, p)) continue;  // model: regroup_looks
+        const Turn turn = turn_of(rank, p);                      // model: regroup_looks
         if (turn.generation() < generation_) {
             waiting_.push_back(p);
             continue;
@@ -72,9 +72,11 @@ Progress RegroupStep::poll(Rank& rank) {
     const Word mine = Word::of(generation_, 0, rank.me());
     // Release: my offer. Acquire, when another was first: its offer.
     uint64_t seen = stands.bits;
+    // model: decide
     while (!decision.compare_exchange_strong(seen, mine.bits, std::memory_order_acq_rel, std::memory_order_acquire))
         if (Word{seen}.epoch() >= generation_) return adopt(rank, {seen});
-    ask(rank, Turn::of(generation_, base_));  // says nothing new, but wakes those that sleep
+    // Says nothing new, but wakes those that sleep.
+    ask(rank, Turn::of(generation_, base_));  // model: wake_others
     return adopt(rank, mine);
 }
 

@@ -33,13 +33,13 @@ class Workers {
         if (helpers_.empty()) return task(int64_t{0});
         call_ = [](void* t, int64_t worker) { (*static_cast<std::remove_reference_t<Task>*>(t))(worker); };
         task_ = &task;
-        // Pairs with the acquire of the last wait below through the helpers' own fetch_sub.
+        // Pairs with the acquire of the last wait below through the helpers' own fetch_sub. model: left_store
         left_.store(static_cast<int64_t>(helpers_.size()), std::memory_order_relaxed);
-        // Pairs with the acquire in serve(): a helper that sees the new round sees the task.
+        // Pairs with the acquire in serve(): a helper that sees the new round sees the task. model: round_add
         round_.fetch_add(1, std::memory_order_release);
         round_.notify_all();
         task(int64_t{0});
-        // Pairs with the fetch_sub in serve(): zero means that every helper's stores are visible.
+        // Pairs with the fetch_sub in serve(): zero means that every helper's stores are visible. model: join
         for (int64_t left; (left = left_.load(std::memory_order_acquire)) != 0;) left_.wait(left, std::memory_order_acquire);
     }
 
@@ -53,7 +53,7 @@ class Workers {
         }
         std::atomic<int64_t> next{0};
         run([&](int64_t worker) {
-            // Relaxed: only the numbers handed out matter; run() orders the data.
+            // Relaxed: only the numbers handed out matter; run() orders the data. model: split_body
             for (int64_t first; (first = next.fetch_add(grain, std::memory_order_relaxed)) < items;)
                 body(worker, first, first + grain < items ? first + grain : items);
             end(worker);
@@ -71,12 +71,12 @@ class Workers {
     void serve(int64_t worker) {
         uint32_t seen = 0;
         for (;;) {
-            // Pairs with the release fetch_add in run() and in the destructor.
+            // Pairs with the release fetch_add in run() and in the destructor. model: round_load
             round_.wait(seen, std::memory_order_acquire);
-            seen = round_.load(std::memory_order_acquire);
+            seen = round_.load(std::memory_order_acquire);  // model: round_load
             if (stop_) return;
             call_(task_, worker);
-            // Pairs with the acquire load in run(): this worker's stores come before its count-down.
+            // Pairs with the acquire load in run(): this worker's stores come before its count-down. model: count_down
             if (left_.fetch_sub(1, std::memory_order_acq_rel) == 1) left_.notify_one();
         }
     }

@@ -120,9 +120,11 @@ void MappedTransport::raise(int peer, uint64_t offset, uint64_t value) {
     }
     auto* word = reinterpret_cast<uint64_t*>(windows_[static_cast<size_t>(peer)] + offset);
     // Pairs with the acquire load of whoever looks at the flag: it sees every put and every store through reach() before it.
+    // model: store_release, flag_store
     std::atomic_ref<uint64_t>(*word).store(value, std::memory_order_release);
     // Pairs with the acquire exchange in ring(), which another thread of this rank may run: the flag is stored before its
     // fence. A plain store, not a read-modify-write, so that the flags of several peers travel at the same time.
+    // model: mark_store
     raised_[static_cast<size_t>(peer)].store(1, std::memory_order_release);
 }
 
@@ -137,6 +139,7 @@ void MappedTransport::ring() {
             std::atomic<uint8_t>& mark = raised_[static_cast<size_t>(first) + static_cast<size_t>(i)];
             // Pairs with the release store of the mark in raise(). When two threads have marked the same peer, the one that
             // takes the mark wakes for both: both flags were visible before their marks, and the exchange comes after both.
+            // model: mark_take
             if (mark.load(std::memory_order_relaxed) != 0 && mark.exchange(0, std::memory_order_acquire) != 0) {
                 taken |= uint64_t{1} << i;
             }
@@ -144,6 +147,7 @@ void MappedTransport::ring() {
         if (taken == 0) continue;
 #if !SY_SEES_NO_FENCES
         // Pairs with the fence in announce(): either wake() sees the sleeper, or the sleeper's look at the flags sees the flag.
+        // model: ring_fence
         std::atomic_thread_fence(std::memory_order_seq_cst);
 #endif
         for (; taken != 0; taken &= taken - 1) wake(first + std::countr_zero(taken));
@@ -159,16 +163,18 @@ void MappedTransport::wake(int peer) {
     std::atomic_ref<uint32_t> sleepers(words.sleepers);
 #if SY_SEES_NO_FENCES
     // Pairs with the read-modify-write in announce(): the later one of the two sees what came before the earlier one.
+    // model: sleepers_load
     const uint32_t asleep = sleepers.fetch_add(0, std::memory_order_acq_rel);
 #else
-    // Ordered after the flags by the fence in ring(). Partner: the addition in announce().
+    // Ordered after the flags by the fence in ring(). Partner: the addition in announce(). model: sleepers_load
     const uint32_t asleep = sleepers.load(std::memory_order_relaxed);
 #endif
     // A rank that died in its sleep stays counted; that costs a call into the system and nothing else.
     if (asleep == 0) return;
     // Pairs with the acquire load in announce(): a ticket that already counts this ring comes with the flags before it.
+    // model: bell_add
     std::atomic_ref<uint32_t>(words.bell).fetch_add(1, std::memory_order_release);
-    futex_wake_all(&words.bell);
+    futex_wake_all(&words.bell);  // model: bell_wake
 }
 
 uint32_t MappedTransport::announce() {
@@ -176,26 +182,26 @@ uint32_t MappedTransport::announce() {
     SleepWords& words = sleep_words(rank());
     std::atomic_ref<uint32_t> sleepers(words.sleepers);
 #if SY_SEES_NO_FENCES
-    // Pairs with the read-modify-write in wake().
+    // Pairs with the read-modify-write in wake(). model: announce_add
     sleepers.fetch_add(1, std::memory_order_acq_rel);
 #else
     // Partner: the load in wake(), ordered by this fence and the one in ring().
-    sleepers.fetch_add(1, std::memory_order_relaxed);
-    std::atomic_thread_fence(std::memory_order_seq_cst);
+    sleepers.fetch_add(1, std::memory_order_relaxed);     // model: announce_add
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // model: announce_fence
 #endif
     // Pairs with the release addition in wake(). Read before the caller looks at the flags: a ring after that look changes
-    // the bell, and sleep() returns.
+    // the bell, and sleep() returns. model: announce_ticket
     return std::atomic_ref<uint32_t>(words.bell).load(std::memory_order_acquire);
 }
 
 void MappedTransport::sleep(uint32_t ticket, int64_t slice_ns) {
     check_place("sleep", rank(), bell_offset_, sizeof(SleepWords));
-    if (slice_ns > 0) futex_wait(&sleep_words(rank()).bell, ticket, slice_ns);
+    if (slice_ns > 0) futex_wait(&sleep_words(rank()).bell, ticket, slice_ns);  // model: sleep_wait
 }
 
 void MappedTransport::awake() {
     check_place("awake", rank(), bell_offset_, sizeof(SleepWords));
-    // Partner: the look at `sleepers` in wake(), which may still count this rank and then rings for nobody.
+    // Partner: the look at `sleepers` in wake(), which may still count this rank and then rings for nobody. model: awake_sub
     std::atomic_ref<uint32_t>(sleep_words(rank()).sleepers).fetch_sub(1, std::memory_order_relaxed);
 }
 
