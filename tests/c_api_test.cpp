@@ -500,6 +500,42 @@ TEST(CApi, OpenNamesTheOptionThatDiffersBetweenRanks) {
     for (sy_session*& session : sessions) EXPECT_DONE(sy_free(&session));
 }
 
+TEST(CApi, AGroupShrinksToTheRanksThatAreLeft) {
+    sy_options options = small_options();
+    options.partial = 1;
+    Ranks ranks(options, 2);
+    ranks.play([](size_t rank, sy_session* session) {
+        OneToken token(rank);
+        sy_batch batch;
+        if (rank == 1) {
+            EXPECT_DONE(sy_close(session));
+            return;
+        }
+        const sy_dispatch_args args = token.args();
+        EXPECT_EQ(sy_dispatch(session, &args, &batch), SY_PEER_CLOSED);
+        int32_t is_member[2] = {-1, -1};
+        EXPECT_REFUSED(SY_BAD_INPUT, "count is 3", sy_shrink(session, 0, 0, is_member, 3));
+        EXPECT_REFUSED(SY_BAD_INPUT, "session is null", sy_shrink(nullptr, 0, 0, is_member, 2));
+        EXPECT_DONE(sy_shrink(session, 0, 0, is_member, 2));
+        EXPECT_EQ(is_member[0], 1);
+        EXPECT_EQ(is_member[1], 0);
+        EXPECT_DONE(sy_shrink(session, 0, 0, nullptr, 0));
+
+        // Expert 3 has left with its rank: one slot of the token is missing, and 2 * y of expert 0 is what is left.
+        ASSERT_DONE(sy_dispatch(session, &args, &batch));
+        sy_batch_view view = sized<sy_batch_view>();
+        ASSERT_DONE(sy_batch_get(&batch, &view));
+        ASSERT_EQ(view.rows, 1);
+        for (int i = 0; i < 8; ++i) static_cast<float*>(view.y)[i] = static_cast<float>(i);
+        int32_t missing = -1;
+        sy_combine_args home = token.home();
+        home.missing = &missing;
+        ASSERT_DONE(sy_combine(session, &batch, &home));
+        EXPECT_EQ(missing, 1);
+        for (int i = 0; i < 8; ++i) EXPECT_EQ(token.out[i], 2.0F * static_cast<float>(i));
+    });
+}
+
 TEST(CApi, ASessionTellsWhatItIsAndWhatItDid) {
     Ranks ranks(small_options(), 3);
     ranks.play(round_trip);

@@ -457,33 +457,6 @@ TEST(Ranks, WaitingTakesNextToNoCpu) {
 
 // ------------------------------------------------------------------------------------------------------------------ shrink
 
-// The same problem for a group that ranks have left: they bring no tokens, and their experts are unused slots.
-Problem without(const Problem& p, const std::vector<int>& lost) {
-    Problem q = p;
-    const auto ranks = static_cast<int64_t>(p.ranks.size());
-    for (RankData& d : q.ranks)
-        for (size_t i = 0; i < d.ids.size(); ++i)
-            for (const int l : lost) {
-                const ExpertRange range = experts_of(l, ranks, p.options.experts);
-                if (d.ids[i] >= range.first && d.ids[i] < range.last) d.ids[i] = -1, d.weights[i] = __builtin_nanf("");
-            }
-    for (const int l : lost) {
-        q.ranks[static_cast<size_t>(l)] = RankData();
-        q.ranks[static_cast<size_t>(l)].stride = p.options.hidden;
-    }
-    q.received.clear();
-    q.combined.clear();
-    solve(q);
-    return q;
-}
-
-std::vector<int> others(int ranks, const std::vector<int>& lost) {
-    std::vector<int> left;
-    for (int r = 0; r < ranks; ++r)
-        if (std::find(lost.begin(), lost.end(), r) == lost.end()) left.push_back(r);
-    return left;
-}
-
 class Shrink : public testing::TestWithParam<Moment> {};
 
 TEST_P(Shrink, SurvivorsGoOnWithoutTheDeadAgainAndAgain) {

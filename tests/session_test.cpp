@@ -1494,6 +1494,57 @@ TEST(SessionOpen, SessionsOfDifferentShapesLiveSideBySide) {
     });
 }
 
+// ------------------------------------------------------------------------------------------------------------------ shrink
+
+TEST_P(EveryWay, RanksThatAreLeftGoOnWithoutOneThatHasClosed) {
+    open(4);
+    const Problem rest = without(problem, {1});
+    on_ranks(4, [&](int r) {
+        EXPECT_EQ(difference_of_round(at(r), problem), "");
+        if (r == 1) return at(r).close();
+        EXPECT_TRUE(is_error(outcome_of([&] { at(r).dispatch(args(r)); }), Code::peer_closed));
+        EXPECT_EQ(at(r).shrink(), others(4, {1}));
+        for (int i = 0; i < 5; ++i) EXPECT_EQ(difference_of_round(at(r), rest), "");
+        EXPECT_EQ(at(r).shrink(), others(4, {1})) << "again, with nobody gone";
+        for (int i = 0; i < 5; ++i) EXPECT_EQ(difference_of_round(at(r), rest), "");
+    });
+    EXPECT_TRUE(is_error(outcome_of([&] { at(1).shrink(); }), Code::stale));
+}
+
+TEST(Shrink, OpenBatchesEndAndBadArgumentsAreRefused) {
+    Options o;
+    o.hidden = 8;
+    o.topk = 1;
+    o.experts = 2;
+    o.tokens_max = 2;
+    o.timeout_ms = never_ms;
+    std::vector<Session> sessions = Session::open_local(o, 2);
+    Random random(3);
+    const Problem p = make_problem(random, o, {2, 1});
+    on_ranks(2, [&](int r) {
+        Session& s = sessions[static_cast<size_t>(r)];
+        ExpertBatch open = s.dispatch(dispatch_args(p, r));
+        EXPECT_TRUE(is_error(outcome_of([&] { s.shrink({.timeout_ms = -1}); }), Code::bad_input));
+        EXPECT_EQ(open.epoch(), 1U) << "a refused call has ended nothing";
+        EXPECT_EQ(s.shrink(), (std::vector<int>{0, 1}));
+        EXPECT_TRUE(is_error(outcome_of([&] { open.rows(); }), Code::stale));
+        EXPECT_EQ(difference_of_round(s, p), "");
+    });
+    // Nobody comes: the deadline names who; then only shrink and close are allowed.
+    const Outcome late = outcome_of([&] { sessions[0].shrink({.timeout_ms = short_ms}); });
+    EXPECT_EQ(late.code, Code::timed_out);
+    EXPECT_TRUE(names_rank(late.text, 1)) << late.text;
+    EXPECT_TRUE(is_error(outcome_of([&] { sessions[0].dispatch({}); }), Code::stale));
+    EXPECT_TRUE(is_error(outcome_of([&] { sessions[0].x(); }), Code::stale));
+    EXPECT_EQ(outcome_of([&] { sessions[0].shrink({.timeout_ms = short_ms, .kill_missing = true}); }).code, Code::timed_out)
+        << "a thread cannot be killed";
+    on_ranks(2, [&](int r) {
+        Session& s = sessions[static_cast<size_t>(r)];
+        EXPECT_EQ(s.shrink(), (std::vector<int>{0, 1}));
+        EXPECT_EQ(difference_of_round(s, p), "");
+    });
+}
+
 // -------------------------------------------------------------------------------------------------------------- statistics
 
 TEST_P(EveryWay, StatisticsCountRowsAndBytes) {
