@@ -456,10 +456,10 @@ bool same_number(long double a, long double b) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Rows to try
 
-enum class Filling { wild, finite, activations, small, sparse };
+enum class Filling { wild, finite, activations, small, sparse, spiked };
 
 /// Token patterns: any bits at all; any finite ones; normally distributed around a random scale; subnormals and their
-/// neighbours; mostly zeros of both signs.
+/// neighbours; mostly zeros of both signs; normally distributed with a wild one here and there.
 uint32_t random_pattern(Random& random, TokenType token, Filling filling, double scale) {
     if (token == TokenType::f32) {
         const auto bits = static_cast<uint32_t>(random());
@@ -471,6 +471,8 @@ uint32_t random_pattern(Random& random, TokenType token, Filling filling, double
             case Filling::small: return bits & 0x81FFFFFFU;
             case Filling::sparse:
                 return random.below(8) != 0 ? bits & 0x80000000U : std::bit_cast<uint32_t>(static_cast<float>(scale));
+            case Filling::spiked:
+                return random.below(256) == 0 ? bits : std::bit_cast<uint32_t>(static_cast<float>(random.normal() * scale));
         }
     }
     const uint32_t exponent = token == TokenType::f16 ? 0x7C00U : 0x7F80U;
@@ -482,6 +484,9 @@ uint32_t random_pattern(Random& random, TokenType token, Filling filling, double
         case Filling::small: return bits & (token == TokenType::f16 ? 0x87FFU : 0x83FFU);
         case Filling::sparse:
             if (random.below(8) != 0) return bits & 0x8000U;
+            break;
+        case Filling::spiked:
+            if (random.below(256) == 0) return bits;
             break;
     }
     // Cut to the token type rather than rounded: the distribution is all that matters here.
@@ -499,7 +504,8 @@ std::vector<uint32_t> random_row(Random& random, TokenType token, Filling fillin
     return bits;
 }
 
-constexpr Filling kFillings[] = {Filling::wild, Filling::finite, Filling::activations, Filling::small, Filling::sparse};
+constexpr Filling kFillings[] = {Filling::wild,  Filling::finite, Filling::activations,
+                                 Filling::small, Filling::sparse, Filling::spiked};
 constexpr Filling kFiniteFillings[] = {Filling::finite, Filling::activations, Filling::small, Filling::sparse};
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -718,9 +724,10 @@ TEST_P(Quant, CombineAgreesWithLongDoubleArithmetic) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Equality with the scalar set
 
-// A row of 128 columns made of equal blocks of ordinary values, in which one column holds the pattern. Swapping two columns of
+// A row of 128 columns (mxfp8: 512, as many as the widest set takes at once) made of equal blocks of ordinary values, in which
+// one column holds the pattern. Swapping two columns of
 // a block swaps their bytes and changes nothing else, so one scalar block per pattern judges every position. 32 positions,
-// moved through the four quarters of the row from pattern to pattern, are every lane of every vector.
+// moved through the row by 32 from pattern to pattern, are every lane of every vector.
 TEST_P(Quant, EqualsScalarOnEveryPatternInEveryLane) {
     Random random;
     // Scalar against itself, only the swap is in question; under a sanitiser only the addresses are, which are always the same.
@@ -728,26 +735,28 @@ TEST_P(Quant, EqualsScalarOnEveryPatternInEveryLane) {
     for (const auto& [name, format] : every_format()) {
         if (format.format == Format::none) continue;
         const bool mx = format.format == Format::mxfp8_e5m2 || format.format == Format::mxfp8_e4m3;
+        const size_t columns = mx ? 512 : 128;
+        const auto hidden = static_cast<int64_t>(columns);
         const size_t block = mx ? 32 : format.format == Format::int8_block8 ? 8 : 128;
         for (TokenType token : kHalfTokens) {
             const auto ordinary = random_row(random, token, Filling::activations, static_cast<int64_t>(block));
-            std::array<uint16_t, 128> x{};
-            for (size_t c = 0; c < 128; ++c) x[c] = static_cast<uint16_t>(ordinary[c % block]);
+            std::array<uint16_t, 512> x{};
+            for (size_t c = 0; c < columns; ++c) x[c] = static_cast<uint16_t>(ordinary[c % block]);
             const auto clean = x;
-            const Wire usual = encoded(scalar_kernels(), format, token, x.data(), 128);
-            const size_t scale_bytes = usual.scales.size() * block / 128;  // of one block
-            std::array<uint8_t, 128> payload{};
+            const Wire usual = encoded(scalar_kernels(), format, token, x.data(), hidden);
+            const size_t scale_bytes = usual.scales.size() * block / columns;  // of one block
+            std::array<uint8_t, 512> payload{};
             std::array<uint8_t, 64> scales{};
             for (uint32_t p = 0; p < 65536; p += stride) {
                 x[0] = static_cast<uint16_t>(p);
                 const Wire alone = encoded(scalar_kernels(), format, token, x.data(), static_cast<int64_t>(block));
                 x[0] = clean[0];
                 for (size_t lane = 0; lane < 32; ++lane) {
-                    const size_t position = lane + 32 * ((p + lane) % 4);
+                    const size_t position = lane + 32 * ((p + lane) % (columns / 32));
                     const size_t first = position - position % block;
                     x[first] = static_cast<uint16_t>(p);
                     std::swap(x[first], x[position]);
-                    kernels().encode(format, token, x.data(), 128, payload.data(), scales.data());
+                    kernels().encode(format, token, x.data(), hidden, payload.data(), scales.data());
                     x[first] = clean[first];
                     x[position] = clean[position];
 
@@ -755,8 +764,8 @@ TEST_P(Quant, EqualsScalarOnEveryPatternInEveryLane) {
                     const size_t scale = first / block * scale_bytes;
                     bool equal = std::memcmp(payload.data(), usual.payload.data(), first) == 0;
                     equal = equal && std::memcmp(payload.data() + first, alone.payload.data(), block) == 0;
-                    equal =
-                        equal && std::memcmp(payload.data() + first + block, usual.payload.data(), 128 - first - block) == 0;
+                    equal = equal &&
+                            std::memcmp(payload.data() + first + block, usual.payload.data(), columns - first - block) == 0;
                     equal = equal && std::memcmp(scales.data(), usual.scales.data(), scale) == 0;
                     equal = equal && std::memcmp(scales.data() + scale, alone.scales.data(), scale_bytes) == 0;
                     const size_t next = scale + scale_bytes;
@@ -778,7 +787,7 @@ TEST_P(Quant, EqualsScalarOnRandomRowsOfEveryWidth) {
     for (const auto& [name, format] : every_format()) {
         for (TokenType token : {TokenType::f16, TokenType::bf16, TokenType::f32}) {
             for (int64_t hidden : widths) {
-                const auto filling = kFillings[random.below(5)];
+                const auto filling = kFillings[random.below(std::size(kFillings))];
                 const Bytes row = row_of(random_row(random, token, filling, hidden), token);
                 Guarded x(std::ssize(row), static_cast<int64_t>(random.below(64)));
                 std::memcpy(x.data(), row.data(), row.size());
@@ -850,7 +859,7 @@ struct RandomCombine {
         const size_t topk = random.below(4) == 0 ? random.below(70) : random.below(10);
         const RowLayout size = row_layout(format.format, token, hidden);
         for (size_t k = 0; k < topk; ++k) {
-            const Filling filling = random.below(4) == 0 ? Filling::wild : kFillings[random.below(5)];
+            const Filling filling = random.below(4) == 0 ? Filling::wild : kFillings[random.below(std::size(kFillings))];
             rows.push_back(row_of(random_row(random, token, filling, hidden), token));
             tokens.emplace_back(std::ssize(rows[k]), static_cast<int64_t>(random.below(64)));
             std::memcpy(tokens[k].data(), rows[k].data(), rows[k].size());
@@ -866,7 +875,7 @@ struct RandomCombine {
             payload_pointers.push_back(used ? payloads[k].data() : nullptr);
             scale_pointers.push_back(used ? scales[k].data() : nullptr);
         }
-        shared = row_of(random_row(random, token, kFillings[random.below(5)], hidden), token);
+        shared = row_of(random_row(random, token, kFillings[random.below(std::size(kFillings))], hidden), token);
     }
 
     Bytes run(const Kernels& kernels, bool encoded_rows, bool weighted, bool with_shared) const {

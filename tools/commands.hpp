@@ -10,7 +10,7 @@ int gen_command(int argc, char** argv);
 int run_command(int argc, char** argv);
 int verify_command(int argc, char** argv);
 int trace_command(int argc, char** argv);
-/// Becomes the program switchyard-bench, which lies beside this one.
+/// Becomes the program switchyard-bench, or switchyard-kernels after --kernels; both lie beside this one.
 int bench_command(int argc, char** argv);
 
 /// Parses what follows the subcommand. Returns -1 to go on, else the exit code (0 after --help, 2 after a mistake told in one

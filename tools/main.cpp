@@ -37,11 +37,14 @@ void print_help() {
 
 }  // namespace
 
-int bench_command(int, char** argv) {
-    const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "switchyard-bench";
-    execv(program.c_str(), argv + 1);
-    throw Mistake(
-        fmt::format("{} cannot be started: {}; build the target switchyard_bench", program.string(), std::strerror(errno)));
+int bench_command(int argc, char** argv) {
+    const bool kernels = argc > 2 && std::string_view(argv[2]) == "--kernels";
+    const char* name = kernels ? "switchyard-kernels" : "switchyard-bench";
+    const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe").parent_path() / name;
+    execv(program.c_str(), argv + (kernels ? 2 : 1));
+    throw Mistake(fmt::format("{} cannot be started: {}; build the target {}", program.string(), std::strerror(errno),
+                              kernels ? "switchyard_kernels, for which CMake must find Google Benchmark (libbenchmark-dev)"
+                                      : "switchyard_bench"));
 }
 
 int parse(CLI::App& app, int argc, char** argv) {

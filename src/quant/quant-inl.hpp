@@ -2,7 +2,7 @@
 //
 // A row is worked on in chunks of a few blocks; the tail is padded with zeros in a small buffer on the stack, so that a chunk
 // never reads or writes outside the row. A format is one chunk struct: `prepare` finds and writes the scales of a chunk,
-// `encode` its elements, `decode` reads it back. Scales take a long chain of dependent steps, elements a short one; so a few
+// `encode` its elements (and `encode_again` what it could not), `decode` reads it back. Scales take a long chain of dependent steps, elements a short one; so a few
 // chunks are prepared before the first is encoded, and the processor works on all of them at once.
 // A wire format of combine is one row struct, in the same two steps: built, then asked for the values of its columns.
 // What a set lacks goes to the scalar set: see `is_vectorised` and `combine_tokens`.
@@ -44,11 +44,13 @@ using DInts = hn::Rebind<int8_t, DF>;
 using DU16 = hn::ScalableTag<uint16_t>;
 using DI16 = hn::ScalableTag<int16_t>;
 using DU8 = hn::ScalableTag<uint8_t>;
+using DI8 = hn::ScalableTag<int8_t>;
 using DU64 = hn::ScalableTag<uint64_t>;
 using VF = hn::Vec<DF>;
 using VU32 = hn::Vec<DU32>;
 using VHalf = hn::Vec<DHalf>;
 using VU16 = hn::Vec<DU16>;
+using VU8 = hn::Vec<DU8>;
 
 constexpr size_t kLanes = hn::MaxLanes(DF());  // f32 per vector: 4, 8 or 16
 constexpr size_t kChunk = 128;
@@ -276,49 +278,50 @@ HWY_INLINE VF widen_maxima(Bf16, VU16 maxima) {
     return float_of(hn::ShiftLeft<16>(hn::BitCast(DU32(), maxima)));
 }
 
-// ---- mxfp8: kLanes blocks at a time, their scales in one vector
+// ---- mxfp8: kLanes blocks at a time, one byte per column
+//
+// What becomes a code lies in the upper byte of a token, or of twice a token: the upper byte of an f16 is an E5M2; that of
+// twice an f16 has the exponent and three bits of mantissa, as an E4M3; that of twice a bf16 is its exponent. So the bytes of
+// tokens are sorted into upper and lower ones, and from there on a vector holds twice as many columns: the largest exponent of
+// a block, the new exponent (an addition), and the rounding (by the lower byte).
+//
+// This cannot read or write subnormals, and it would give 0 an exponent. So there are three ways: `encode` for blocks without
+// any of them; then, of what it could not do, vectors in which nothing but 0 is in the way; and the rest by f32, block by
+// block.
 
 template <class Token, class Grid>
 struct Mx {
     static constexpr size_t columns = 32 * kLanes, scale_bytes = kLanes;
+    static constexpr size_t kPart = 4 * kLanes, kParts = columns / kPart;  // columns of a vector of bytes; 8 of them
     RowFormat rules;
 
-    /// What `encode` needs to know of each block.
+    /// What `encode` needs to know of kLanes blocks.
     struct Prepared {
-        alignas(64) float factor[kLanes];     // 2^-exponent; NaN where the block holds NaN or Inf
-        alignas(64) uint32_t shift[kLanes];   // for encode_by_integers, twice in 16 bits
-        alignas(64) uint32_t border[kLanes];  // likewise: no magnitude but 0 may lie at or below it
+        VU8 upper[kParts];  // bytes of tokens, with sign (f16), or of twice the tokens (bf16)
+        VU8 move;           // of each block: what to add to the exponent there (f16), or to subtract from it (bf16)
+        uint8_t* scales;
+        bool fits;    // no block has Inf, NaN, or a scale near the end of its range
+        bool normal;  // nothing is 0 or subnormal
     };
 
     HWY_INLINE void prepare(const uint8_t* x, uint8_t* scales, Prepared& prepared) const {
-        const VU16 maxima = block_maxima(x);
-        const VF amax = widen_maxima(Token(), maxima);
-        // Adding just under a quarter of a binade carries into the exponent where amax > 1.75 * 2^e. A bf16 subnormal has
-        // exponent field 0 and ends at byte 0, as it should: the clamp. An f16 subnormal is a normal f32.
-        const auto carry = static_cast<int32_t>(rules.mx_rule == MxRule::ceil ? 0x001FFFFF : 0);
-        const auto bits = hn::BitCast(DI32(), amax);
-        const auto field = hn::ShiftRight<23>(hn::Add(bits, hn::Set(DI32(), carry)));
-        const auto exponent = hn::Max(hn::Sub(field, hn::Set(DI32(), Grid::emax)), hn::Zero(DI32()));
-        const auto finite = hn::Gt(hn::Set(DI32(), 0x7F800000), bits);
-        const auto bytes = hn::IfThenElse(finite, exponent, hn::Set(DI32(), 255));
-        hn::StoreU(hn::DemoteTo(DCodes(), bytes), DCodes(), scales);
-        const auto factor = hn::ShiftLeft<23>(hn::Sub(hn::Set(DI32(), 254), exponent));
-        hn::Store(hn::BitCast(DF(), hn::IfThenElse(finite, factor, hn::Set(DI32(), 0x7FC00000))), DF(), prepared.factor);
-        if constexpr (Grid::emax == E5M2::emax) prepare_integers(exponent, finite, prepared);
+        if (rules.mx_rule == MxRule::ceil)
+            prepare_by_rule<true>(x, scales, prepared);
+        else
+            prepare_by_rule<false>(x, scales, prepared);
     }
 
-    HWY_INLINE void encode(const Prepared& prepared, const uint8_t* x, uint8_t* payload) const {
-        uint8_t limit = Grid::largest;
-        if constexpr (Grid::emax == E5M2::emax) {
-            if (rules.mx_overflow == MxOverflow::inf) limit = E5M2::infinity;
-        }
-        for (size_t b = 0; b < kLanes; b += 4) {  // 128 columns
-            if constexpr (Grid::emax == E5M2::emax) {
-                if (encode_by_integers(prepared, b, limit, x + 64 * b, payload + 32 * b)) continue;
-            }
-            for (size_t block = b; block < b + 4; ++block) {
-                encode_block(prepared.factor[block], limit, x + 64 * block, payload + 32 * block);
-            }
+    /// False where encode_again must follow.
+    HWY_INLINE bool encode(const Prepared& prepared, const uint8_t* x, uint8_t* payload) const {
+        return encode_parts(std::make_index_sequence<kParts>(), prepared, x, payload) && prepared.fits && prepared.normal;
+    }
+
+    SY_NOINLINE void encode_again(const Prepared& prepared, const uint8_t* x, uint8_t* payload) const {
+        uint32_t wrong = (1U << kParts) - 1;  // a bit per part
+        if (prepared.fits) wrong = encode_parts_with_zeros(std::make_index_sequence<kParts>(), prepared, x, payload);
+        for (size_t p = 0; p < kParts; ++p) {
+            if ((wrong >> p & 1) == 0) continue;
+            for (size_t b = kPart * p / 32; 32 * b < kPart * (p + 1); ++b) encode_by_f32(prepared, b, x, payload);
         }
     }
 
@@ -333,39 +336,226 @@ struct Mx {
     }
 
  private:
-    static constexpr size_t kVectors = kChunk / (2 * kLanes), kPerBlock = kVectors / 4;  // of 16 bits
+    static constexpr bool kIsBf16 = Token::type == TokenType::bf16, kIsE4M3 = Grid::emax == E4M3::emax;
+    static constexpr int kBits = Grid::mantissa_bits;
+    static constexpr int kBelow = kIsBf16 ? 0 : 2;                             // bits below the exponent in an upper byte
+    static constexpr int kInfinity = kIsBf16 ? 255 : 31;                       // exponent field of Inf and NaN
+    static constexpr uint8_t kDoubtful = kIsBf16 ? 0 : 128 - 15 - Grid::emax;  // scale that a block of subnormals may have got
+    static constexpr int kLargest = 2 * Grid::emax + (kIsE4M3 ? -1 : 0);       // exponent field of the largest code: 30, 15
 
-    /// part_maxima of the four blocks of 128 columns.
-    static HWY_INLINE VU16 chunk_maxima(const uint8_t* x) {
-        VU16 block[4];
-        SY_UNROLL
-        for (size_t v = 0; v < kVectors; ++v) {
-            const VU16 size = magnitudes(x + 4 * kLanes * v);
-            block[v / kPerBlock] = v % kPerBlock == 0 ? size : max_magnitude(block[v / kPerBlock], size);
-        }
-        return part_maxima(block[0], block[1], block[2], block[3]);
+    static HWY_INLINE VU8 bytes(uint32_t value) { return hn::Set(DU8(), static_cast<uint8_t>(value)); }
+    static HWY_INLINE VU8 as_bytes(VU16 value) { return hn::BitCast(DU8(), value); }
+    static HWY_INLINE VU8 upper_bytes(VU16 a, VU16 b) { return hn::ConcatOdd(DU8(), as_bytes(b), as_bytes(a)); }
+    static HWY_INLINE VU8 lower_bytes(VU16 a, VU16 b) { return hn::ConcatEven(DU8(), as_bytes(b), as_bytes(a)); }
+
+    /// The upper byte without sign, carried into the next exponent where the magnitude is above 1.75 * 2^e.
+    static HWY_INLINE VU8 carried(VU8 upper, VU8 lower) {
+        if constexpr (kIsBf16) lower = hn::SaturatedSub(lower, bytes(0xC0));
+        return hn::SaturatedAdd(upper, hn::Min(lower, bytes(1)));
     }
 
-    /// Largest magnitudes of kLanes blocks in their order, each twice in a u32.
-    static HWY_INLINE VU16 block_maxima(const uint8_t* x) {
-        const DU16 d;
-        constexpr size_t kBytes = 2 * kChunk;
-        const VU16 first = chunk_maxima(x);
-        if constexpr (kLanes == 4) return first;
-        if constexpr (kLanes == 8) return join_halves(first, chunk_maxima(x + kBytes));
-        if constexpr (kLanes == 16) {
-            const VU16 even = join_halves(first, chunk_maxima(x + 2 * kBytes));
-            const VU16 odd = join_halves(chunk_maxima(x + kBytes), chunk_maxima(x + 3 * kBytes));
-            return max_magnitude(hn::OddEvenBlocks(odd, even), hn::SwapAdjacentBlocks(hn::OddEvenBlocks(even, odd)));
-        }
-        return hn::Zero(d);
+    /// u32 number j of each 128-bit quarter: the largest bytes of that quarter of vector j.
+    static HWY_INLINE VU8 quarters(VU8 v0, VU8 v1, VU8 v2, VU8 v3) {
+        const DU8 d;
+        const DU32 d32;
+        const DU64 d64;
+        const VU32 a = hn::BitCast(d32, v0), b = hn::BitCast(d32, v1), c = hn::BitCast(d32, v2), e = hn::BitCast(d32, v3);
+        const auto ab = hn::BitCast(
+            d64, hn::Max(hn::BitCast(d, hn::InterleaveLower(d32, a, b)), hn::BitCast(d, hn::InterleaveUpper(d32, a, b))));
+        const auto ce = hn::BitCast(
+            d64, hn::Max(hn::BitCast(d, hn::InterleaveLower(d32, c, e)), hn::BitCast(d, hn::InterleaveUpper(d32, c, e))));
+        return hn::Max(hn::BitCast(d, hn::InterleaveLower(d64, ab, ce)), hn::BitCast(d, hn::InterleaveUpper(d64, ab, ce)));
     }
-    /// The larger of the halves of a, then of b.
-    static HWY_INLINE VU16 join_halves(VU16 a, VU16 b) {
+    /// The largest byte of each block, four times in a u32, which is number lane_of(block).
+    static HWY_INLINE VU8 block_maxima(const VU8* v) {
+        const DU8 d;
+        const DU32 d32;
+        VU8 most;
+        if constexpr (kLanes == 4) {
+            most = quarters(hn::Max(v[0], v[1]), hn::Max(v[2], v[3]), hn::Max(v[4], v[5]), hn::Max(v[6], v[7]));
+        } else {
+            const VU8 a = quarters(v[0], v[1], v[2], v[3]), b = quarters(v[4], v[5], v[6], v[7]);
+            if constexpr (kLanes == 8) {
+                most = hn::Max(hn::ConcatLowerLower(d, b, a), hn::ConcatUpperUpper(d, b, a));
+            } else {
+                most = hn::Max(hn::OddEvenBlocks(b, a), hn::SwapAdjacentBlocks(hn::OddEvenBlocks(a, b)));
+            }
+        }
+        most = hn::Max(most, hn::BitCast(d, hn::RotateRight<16>(hn::BitCast(d32, most))));
+        return hn::Max(most, hn::BitCast(d, hn::RotateRight<8>(hn::BitCast(d32, most))));
+    }
+    static constexpr int32_t lane_of(size_t block) {
+        return static_cast<int32_t>(kLanes == 16 ? block / 2 + block % 2 * 8 : block);
+    }
+    struct BlockOrder {
+        int32_t of[kLanes];
+        constexpr BlockOrder() : of() {
+            for (size_t b = 0; b < kLanes; ++b) of[b] = lane_of(b);
+        }
+    };
+    template <size_t P>
+    struct PartOrder {
+        int32_t of[kLanes];
+        constexpr PartOrder() : of() {
+            for (size_t i = 0; i < kLanes; ++i) of[i] = lane_of((P * kPart + 4 * i) / 32);
+        }
+    };
+    /// Bytes of blocks, as block_maxima gives them, to the columns of part P.
+    template <size_t P>
+    static HWY_INLINE VU8 spread(VU8 of_blocks) {
+        static constexpr PartOrder<P> order;
+        const VU32 lanes = hn::BitCast(DU32(), of_blocks);
         if constexpr (kLanes == 4)
-            return a;
+            return hn::BitCast(DU8(), hn::Broadcast<P / 2>(lanes));
         else
-            return max_magnitude(hn::ConcatLowerLower(DU16(), b, a), hn::ConcatUpperUpper(DU16(), b, a));
+            return hn::BitCast(DU8(), hn::TableLookupLanes(lanes, hn::SetTableIndices(DU32(), order.of)));
+    }
+
+    /// Writes the scales of blocks with these maxima. True where they are right unless a block holds nothing but subnormals.
+    static HWY_INLINE bool store_scales(VU8 most, uint8_t* scales) {
+        static constexpr BlockOrder order;
+        const DI32 d;
+        const auto exponent = hn::BitCast(d, hn::ShiftRight<24 + kBelow>(hn::BitCast(DU32(), most)));
+        const auto none = hn::Eq(exponent, hn::Zero(d));
+        auto fits = hn::Lt(exponent, hn::Set(d, kInfinity));
+        auto scale = hn::IfThenZeroElse(none, hn::Add(exponent, hn::Set(d, 127 - 15 - Grid::emax)));
+        if constexpr (kIsBf16) {
+            scale = hn::Max(hn::Sub(exponent, hn::Set(d, Grid::emax)), hn::Zero(d));
+            fits = hn::And(fits, hn::Or(none, hn::Gt(exponent, hn::Set(d, kLargest - 1))));
+        }
+        if constexpr (kLanes != 4) scale = hn::TableLookupLanes(scale, hn::SetTableIndices(d, order.of));
+        hn::StoreU(hn::DemoteTo(DCodes(), scale), DCodes(), scales);  // not TruncateTo: Highway 1.0.3 has it wrong for AVX3_DL
+        return hn::AllTrue(d, fits);
+    }
+
+    uint8_t limit() const {
+        if constexpr (!kIsE4M3) {
+            if (rules.mx_overflow == MxOverflow::inf) return E5M2::infinity;
+        }
+        return Grid::largest;
+    }
+
+    template <bool ceil>
+    HWY_INLINE void prepare_by_rule(const uint8_t* x, uint8_t* scales, Prepared& prepared) const {
+        VU8 top[kParts];
+        VU8 least = bytes(0xFF);
+        SY_UNROLL
+        for (size_t p = 0; p < kParts; ++p) {
+            VU16 a = load16(x + 2 * kPart * p), b = load16(x + 2 * kPart * p + kPart);
+            if constexpr (kIsBf16) {
+                a = hn::Add(a, a);
+                b = hn::Add(b, b);
+            }
+            prepared.upper[p] = upper_bytes(a, b);
+            top[p] = kIsBf16 ? prepared.upper[p] : hn::And(prepared.upper[p], bytes(0x7F));
+            least = hn::Min(least, top[p]);
+            if constexpr (ceil) top[p] = carried(top[p], lower_bytes(a, b));
+        }
+        const VU8 most = block_maxima(top);
+        prepared.scales = scales;
+        prepared.fits = store_scales(most, scales);
+        prepared.normal = hn::AllTrue(DU8(), hn::Gt(least, bytes((1 << kBelow) - 1)));
+        if constexpr (kIsBf16) {
+            prepared.move = hn::SaturatedSub(most, bytes(kLargest));
+        } else {
+            const VU8 exponent = hn::And(most, bytes(0x7C));  // of these 5 bits; an E4M3 has them one place further up
+            prepared.move = hn::Sub(bytes(kLargest << kBits), kIsE4M3 ? hn::Add(exponent, exponent) : exponent);
+        }
+    }
+
+    /// One part: the codes before they are rounded, and what is rounded away, of magnitudes.
+    struct Part {
+        VU8 upper, lower;  // as in memory (f16) or of twice the tokens (bf16)
+        VU8 exponent;      // what decides whether a code is normal: f16 with mantissa, and signed; bf16 without
+        VU8 code, rest, signs;
+    };
+    static HWY_INLINE Part part_of(VU8 upper, VU8 move, const uint8_t* x) {
+        const DU16 d16;
+        const VU16 a = load16(x), b = load16(x + kPart);
+        Part part;
+        part.lower = lower_bytes(a, b);
+        if constexpr (kIsBf16) {
+            part.signs = upper_bytes(a, b);
+            part.upper = upper;
+            part.lower = hn::Add(part.lower, part.lower);
+            part.exponent = hn::SaturatedSub(upper, move);
+            const VU8 mantissa = as_bytes(hn::ShiftRight<8 - kBits>(hn::BitCast(d16, part.lower)));
+            part.code = as_bytes(hn::ShiftLeft<kBits>(hn::BitCast(d16, part.exponent)));
+            part.code = hn::OrAnd(part.code, mantissa, bytes((1 << kBits) - 1));
+            part.rest = hn::And(as_bytes(hn::ShiftLeft<kBits>(hn::BitCast(d16, part.lower))), bytes(0x100 - (1 << kBits)));
+        } else {
+            part.signs = upper;
+            part.upper = hn::And(upper, bytes(0x7F));
+            part.code = hn::Add(kIsE4M3 ? upper_bytes(hn::Add(a, a), hn::Add(b, b)) : part.upper, move);
+            part.rest = kIsE4M3 ? hn::Add(part.lower, part.lower) : part.lower;
+            part.exponent = part.code;
+        }
+        return part;
+    }
+    static HWY_INLINE void store_part(const Part& part, VU8 limit, uint8_t* payload) {
+        const VU8 sum = hn::SaturatedAdd(part.rest, hn::And(part.code, bytes(1)));
+        const auto up = hn::Gt(sum, bytes(0x80));  // above the tie, or at it and odd
+        const VU8 code = hn::IfThenElse(up, hn::Add(part.code, bytes(1)), part.code);
+        hn::StoreU(hn::OrAnd(hn::Min(code, limit), part.signs, bytes(0x80)), DU8(), payload);
+    }
+    static HWY_INLINE bool all_normal(VU8 exponent) {
+        const DI8 d;
+        return hn::AllTrue(d, hn::Gt(hn::BitCast(d, exponent), hn::Set(d, int8_t{kIsBf16 ? 0 : (1 << kBits) - 1})));
+    }
+
+    /// False where a code is subnormal.
+    template <size_t... P>
+    HWY_INLINE bool encode_parts(std::index_sequence<P...>, const Prepared& prepared, const uint8_t* x,
+                                 uint8_t* payload) const {
+        const VU8 most = bytes(limit());
+        VU8 least = bytes(0x7F);
+        (encode_part(prepared.upper[P], spread<P>(prepared.move), x + 2 * kPart * P, most, payload + kPart * P, least), ...);
+        return all_normal(least);
+    }
+    static HWY_INLINE void encode_part(VU8 upper, VU8 move, const uint8_t* x, VU8 limit, uint8_t* payload, VU8& least) {
+        const DI8 d;
+        const Part part = part_of(upper, move, x);
+        // An f16 becomes no subnormal E5M2: in a block that fits no exponent is lowered.
+        if constexpr (kIsBf16 || kIsE4M3) {
+            least = hn::BitCast(DU8(), hn::Min(hn::BitCast(d, least), hn::BitCast(d, part.exponent)));
+        }
+        store_part(part, limit, payload);
+    }
+
+    /// A bit for each part in which a token or its code is subnormal. The others are right, those without 0 since encode_parts.
+    template <size_t... P>
+    HWY_INLINE uint32_t encode_parts_with_zeros(std::index_sequence<P...>, const Prepared& prepared, const uint8_t* x,
+                                                uint8_t* payload) const {
+        const VU8 most = bytes(limit());
+        uint32_t wrong = 0;
+        ((wrong |=
+          encode_part_with_zeros(prepared.upper[P], spread<P>(prepared.move), x + 2 * kPart * P, most, payload + kPart * P)
+              ? 0
+              : 1U << P),
+         ...);
+        return wrong;
+    }
+    static HWY_INLINE bool encode_part_with_zeros(VU8 upper, VU8 move, const uint8_t* x, VU8 limit, uint8_t* payload) {
+        const DU8 d;
+        const VU8 below = bytes((1 << kBelow) - 1);
+        Part part = part_of(upper, move, x);
+        if (all_normal(part.exponent) && (kIsBf16 || hn::AllTrue(d, hn::Gt(part.upper, below)))) return true;
+        const auto zero = hn::Eq(hn::Or(part.upper, part.lower), hn::Zero(d));
+        part.code = hn::IfThenZeroElse(zero, part.code);
+        store_part(part, limit, payload);
+        if (!all_normal(hn::IfThenElse(zero, bytes(0x7F), part.exponent))) return false;
+        return kIsBf16 || hn::AllTrue(d, hn::Gt(hn::IfThenElse(zero, bytes(0x7F), part.upper), below));
+    }
+
+    void encode_by_f32(const Prepared& prepared, size_t b, const uint8_t* x, uint8_t* payload) const {
+        uint8_t& scale = prepared.scales[b];
+        bool finite = true;
+        if (!prepared.fits || scale <= kDoubtful) {
+            const uint16_t largest = largest_magnitude<32>(x + 64 * b);
+            finite = largest < Token::infinity;
+            scale = finite ? mx_scale<Grid>(Token::widen(largest), rules.mx_rule) : uint8_t{255};
+        }
+        encode_block(finite ? power_of_two(127 - scale) : kNan, limit(), x + 64 * b, payload + 32 * b);
     }
 
     static HWY_INLINE void encode_block(float factor, uint8_t limit, const uint8_t* x, uint8_t* payload) {
@@ -376,67 +566,6 @@ struct Mx {
         for (size_t c = 0; c < 32; c += kLanes) {
             store_grid_codes<Grid>(hn::Mul(load_tokens(Token(), x + 2 * c), hn::Set(DF(), factor)), limit, payload + c);
         }
-    }
-
-    // E5M2 is the upper byte of an f16, so 16-bit integers can do all of it, unless something is or becomes subnormal: an f16
-    // needs its exponent raised (it never is lowered, or it is left to encode_block), a bf16 lowered to that of an f16.
-
-    template <class VI, class M>
-    static HWY_INLINE void prepare_integers(VI byte, M finite, Prepared& prepared) {
-        VI shift, border;
-        if constexpr (Token::type == TokenType::f16) {
-            shift = hn::ShiftLeft<10>(hn::Max(hn::Sub(hn::Set(DI32(), 127), byte), hn::Zero(DI32())));
-            border = hn::IfThenElse(hn::And(finite, hn::Lt(byte, hn::Set(DI32(), 128))), hn::Set(DI32(), 0x3FF),
-                                    hn::Set(DI32(), 0x7FFF));
-        } else {
-            // Where the clamp to byte 0 may matter the border is above every value of the block.
-            shift = hn::ShiftLeft<7>(hn::Max(hn::Sub(byte, hn::Set(DI32(), 15)), hn::Zero(DI32())));
-            border = hn::IfThenElse(finite, hn::Max(hn::Add(shift, hn::Set(DI32(), 0x7F)), hn::Set(DI32(), 0x0EFF)),
-                                    hn::Set(DI32(), 0x7FFF));
-        }
-        shift = hn::Or(shift, hn::ShiftLeft<16>(shift));
-        border = hn::Or(border, hn::ShiftLeft<16>(border));
-        // One border for the four blocks of a chunk.
-        border = hn::Max(border, hn::Shuffle2301(border));
-        border = hn::Max(border, hn::Shuffle1032(border));
-        hn::Store(hn::BitCast(DU32(), shift), DU32(), prepared.shift);
-        hn::Store(hn::BitCast(DU32(), border), DU32(), prepared.border);
-    }
-
-    /// E5M2 of 128 columns from block `b` on. False where that cannot be; what it wrote then must be written again.
-    static HWY_INLINE bool encode_by_integers(const Prepared& prepared, size_t b, uint8_t limit, const uint8_t* x,
-                                              uint8_t* payload) {
-        const DU16 d;
-        const DU8 d8;
-        const VU16 one = hn::Set(d, uint16_t{1}), sign = hn::Set(d, uint16_t{0x8000});
-        const VU16 last = hn::Set(d, static_cast<uint16_t>(limit << 8 | 0xFF));
-        VU16 least = hn::Set(d, uint16_t{0xFFFF});
-        VU16 codes[2];
-        SY_UNROLL
-        for (size_t v = 0; v < kVectors; ++v) {
-            const VU16 shift = hn::BitCast(d, hn::Set(DU32(), prepared.shift[b + v / kPerBlock]));
-            const VU16 tokens = load16(x + 4 * kLanes * v);
-            const VU16 size = hn::AndNot(sign, tokens);
-            const VU16 less_one = hn::Sub(size, one);  // 0xFFFF, the largest, for 0
-            least = hn::Min(least, less_one);
-            VU16 moved, before_tie;  // the scaled f16, and the same plus 0x7F
-            if constexpr (Token::type == TokenType::f16) {
-                const VU16 moved_less_one = hn::SaturatedAdd(less_one, shift);  // still 0xFFFF, that is -1, for 0
-                moved = hn::Add(moved_less_one, one);
-                before_tie = hn::Add(moved_less_one, hn::Set(d, uint16_t{0x80}));
-            } else {
-                moved = hn::ShiftLeft<3>(hn::SaturatedSub(size, shift));
-                before_tie = hn::Add(moved, hn::Set(d, uint16_t{0x7F}));
-            }
-            const VU16 rounded = hn::Add(before_tie, hn::And(hn::ShiftRight<8>(moved), one));
-            codes[v % 2] = hn::OrAnd(hn::Min(rounded, last), tokens, sign);
-            if (v % 2 == 1) {
-                const auto packed = hn::ConcatOdd(d8, hn::BitCast(d8, codes[1]), hn::BitCast(d8, codes[0]));
-                hn::StoreU(packed, d8, payload + 2 * kLanes * (v - 1));
-            }
-        }
-        const VU16 border = hn::BitCast(d, hn::Set(DU32(), prepared.border[b]));
-        return hn::AllTrue(d, hn::Eq(hn::SaturatedSub(border, least), hn::Zero(d)));
     }
 };
 
@@ -828,26 +957,44 @@ SY_NOINLINE void combine_rows(const CombineInput& input, size_t hidden, uint8_t*
 
 // ---- Rows
 
+/// `count` chunks that are prepared. A bit for each that has to be encoded again, in another way. A function of its own, with
+/// no call in it, so that every constant stays in a register.
+template <class Chunk>
+SY_NOINLINE uint32_t encode_batch(const Chunk& chunk, const typename Chunk::Prepared* prepared, size_t count, const uint8_t* x,
+                                  uint8_t* payload) {
+    uint32_t again = 0;
+    for (size_t i = 0; i < count; ++i, x += 2 * Chunk::columns, payload += Chunk::columns) {
+        if constexpr (requires { chunk.encode_again(prepared[i], x, payload); }) {
+            again |= static_cast<uint32_t>(!chunk.encode(prepared[i], x, payload)) << i;
+        } else {
+            chunk.encode(prepared[i], x, payload);
+        }
+    }
+    return again;
+}
+
 /// `count` whole chunks.
 template <class Chunk>
 SY_NOINLINE void encode_chunks(const Chunk& chunk, const uint8_t* x, size_t count, uint8_t* payload, uint8_t* scales) {
-    constexpr size_t kBatch = 4;
+    constexpr size_t kBytes = 2 * Chunk::columns, kBatch = Chunk::columns > kChunk ? 2 : 4;
     typename Chunk::Prepared prepared[kBatch];
     for (size_t done = 0; done < count; done += kBatch) {
         const size_t batch = std::min(kBatch, count - done);
         for (size_t i = 0; i < batch; ++i) {
             const size_t n = done + i;
-            // The processor's own prefetch loses the row at every batch; both batches ahead, so that one is always on its way.
-            // Behind the end of the row it reads nothing: a prefetch never faults.
-            for (size_t line = 0; line < 2 * Chunk::columns; line += 64) {
-                hwy::Prefetch(x + 2 * Chunk::columns * (n + kBatch) + line);
-                hwy::Prefetch(x + 2 * Chunk::columns * (n + 2 * kBatch) + line);
+            // The processor's own prefetch loses the row at every batch; twice, so that one is always on its way. Behind the
+            // end of the row it reads nothing: a prefetch never faults.
+            for (size_t line = 0; line < kBytes; line += 64) {
+                hwy::Prefetch(x + kBytes * (n + 4) + line);
+                hwy::Prefetch(x + kBytes * (n + 8) + line);
             }
-            chunk.prepare(x + 2 * Chunk::columns * n, scales + Chunk::scale_bytes * n, prepared[i]);
+            chunk.prepare(x + kBytes * n, scales + Chunk::scale_bytes * n, prepared[i]);
         }
-        for (size_t i = 0; i < batch; ++i) {
-            const size_t n = done + i;
-            chunk.encode(prepared[i], x + 2 * Chunk::columns * n, payload + Chunk::columns * n);
+        uint32_t again = encode_batch(chunk, prepared, batch, x + kBytes * done, payload + Chunk::columns * done);
+        if constexpr (requires { chunk.encode_again(prepared[0], x, payload); }) {
+            for (size_t n = done; again != 0; ++n, again >>= 1) {
+                if ((again & 1) != 0) chunk.encode_again(prepared[n - done], x + kBytes * n, payload + Chunk::columns * n);
+            }
         }
     }
 }
@@ -888,6 +1035,19 @@ void decode_row(const Chunk& chunk, const uint8_t* payload, const uint8_t* scale
     std::memcpy(out + 4 * c, padded_out, 4 * (hidden - c));
 }
 
+/// A row of tokens as f32; its tail is read as one padded vector.
+template <class Token>
+void decode_plain(const uint8_t* x, size_t hidden, uint8_t* out) {
+    constexpr size_t kBytes = sizeof(typename Token::Bits);
+    size_t c = 0;
+    for (; c + kLanes <= hidden; c += kLanes) store_f32(canonical_nan(load_tokens(Token(), x + kBytes * c)), out + 4 * c);
+    if (c == hidden) return;
+    uint8_t padded[kBytes * kLanes] = {}, padded_out[4 * kLanes];
+    std::memcpy(padded, x + kBytes * c, kBytes * (hidden - c));
+    store_f32(canonical_nan(load_tokens(Token(), padded)), padded_out);
+    std::memcpy(out + 4 * c, padded_out, 4 * (hidden - c));
+}
+
 /// Formats and tokens encode and decode below; the rest is the scalar set's.
 inline bool is_vectorised(const RowFormat& format, TokenType token) {
     if (token == TokenType::f32) return false;
@@ -898,7 +1058,7 @@ inline bool is_vectorised(const RowFormat& format, TokenType token) {
         case Format::fp8_e4m3_block128:
         case Format::int8_block8:
         case Format::int8_block128: return true;
-        default: return false;  // none, and every format that has only its definition so far
+        default: return false;  // none, which needs no encoder, and every format that has only its definition so far
     }
 }
 
@@ -926,7 +1086,7 @@ void decode_tokens(const RowFormat& format, const uint8_t* payload, const uint8_
     const auto scale_bytes =
         static_cast<size_t>(layout::row_layout(format.format, Token::type, static_cast<int64_t>(hidden)).scale_bytes());
     switch (format.format) {
-        case Format::none: return;
+        case Format::none: return decode_plain<Token>(payload, hidden, out);
         case Format::int8_token: return decode_row(Int8Token<Token>{load<float>(scales, 0)}, payload, scales, 0, hidden, out);
         case Format::mxfp8_e5m2: return decode_row(Mx<Token, E5M2>{format}, payload, scales, scale_bytes, hidden, out);
         case Format::mxfp8_e4m3: return decode_row(Mx<Token, E4M3>{format}, payload, scales, scale_bytes, hidden, out);
@@ -979,6 +1139,8 @@ SY_NOINLINE void decode_in_mode(const RowFormat& format, TokenType token, const 
     const auto columns = static_cast<size_t>(hidden);
     if (token == TokenType::f16)
         decode_tokens<F16>(format, from, from_scales, columns, to);
+    else if (token == TokenType::f32)
+        decode_plain<F32>(from, columns, to);
     else
         decode_tokens<Bf16>(format, from, from_scales, columns, to);
 }
@@ -1006,7 +1168,8 @@ inline void encode(const RowFormat& format, TokenType token, const void* x, int6
 
 inline void decode(const RowFormat& format, TokenType token, const void* payload, const void* scales, int64_t hidden,
                    float* out) {
-    if (!is_vectorised(format, token)) return scalar_kernels().decode(format, token, payload, scales, hidden, out);
+    if (format.format != Format::none && !is_vectorised(format, token))
+        return scalar_kernels().decode(format, token, payload, scales, hidden, out);
     const FloatMode mode;
     decode_in_mode(format, token, payload, scales, hidden, out);
 }
