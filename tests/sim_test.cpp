@@ -21,7 +21,7 @@ using simulation::Broken;
 
 TEST(Simulation, EverySeedIsRight) {
     const uint64_t first = test::Random().seed();
-    const int64_t seeds = test::scaled(24'000);
+    const int64_t seeds = test::scaled(12'000);
     std::array<int64_t, 12> endings{};
     int64_t faults = 0;
     for (int64_t i = 0; i < seeds; ++i) {

@@ -8,7 +8,8 @@
 // Relied on:  8-byte aligned flags, one writer per flag, values that only grow; offsets inside the window.
 //
 // A transport moves bytes and flags. It does not know tokens, formats or the layout of a window; where the bell lies it is
-// told. Only attach() and sleep() wait. tests/transport_test.cpp runs one suite of contract tests on every transport.
+// told. Only attach() and sleep() wait. tests/transport_test.cpp runs one suite of contract tests on every transport; that of
+// the simulation, whose ranks have no threads, is in tests/sim_test.cpp.
 #pragma once
 
 #include <cstddef>
