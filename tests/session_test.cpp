@@ -258,8 +258,11 @@ TEST_P(EveryWay, NobodySendsAnythingManyTimes) {
 }
 
 TEST_P(EveryWay, ResultsAreKeptApartWhenBatchesOverlapWithoutABarrier) {
-    // Every rank keeps all its outputs; they are compared only when all rounds are over.
-    open(3, 3);
+    // Every rank keeps all its outputs; they are compared only when all rounds are over. Ranks sleep at random wherever a phase
+    // ends, so that one that is fast meets others that have not drained what it wants to overwrite.
+    Options o = options(3);
+    o.jitter_us = 300;
+    open(3, o);
     Random random(11);
     std::vector<Problem> problems;
     for (int i = 0; i < 4; ++i) problems.push_back(make_problem(random, problem.options, {5, 4, 3}));
@@ -403,45 +406,66 @@ TEST_P(EveryWay, TokenHasTheSameBitsAloneAndAmongOthersAndForEveryRankCount) {
                             static_cast<std::byte*>(batch.y()) + (batch.expert_offsets()[e] + i) * hidden * 2);
             }
     };
+    constexpr int64_t mates = 1000;
     Random random(19);
     for (const Format out_format : {Format::none, Format::int8_token, Format::mxfp8_e5m2, Format::fp8_e4m3_block128}) {
         Options o = options();
         o.hidden = hidden;
         o.topk = topk;
         o.experts = experts;
-        o.tokens_max = 50;
+        o.tokens_max = mates;
         o.dtype = TokenType::bf16;
         o.dispatch_quant = out_format;
         o.combine_quant = Format::int8_block8;
-        std::vector<uint16_t> x(50 * hidden);
-        fill_values(o.dtype, random(), false, 50 * hidden, x.data());
-        std::vector<int32_t> ids(50 * topk);
+        std::vector<uint16_t> x(mates * hidden);
+        fill_values(o.dtype, random(), false, mates * hidden, x.data());
+        std::vector<int32_t> ids(mates * topk);
         for (int32_t& id : ids) id = static_cast<int32_t>(random.below(experts + 1)) - 1;
         std::vector<float> weights(ids.size());
         for (float& w : weights) w = static_cast<float>(random.below(1000)) / 1000.0F;
-        // Token `t` of the list comes from rank r together with tokens first..last.
-        const auto run = [&](int ranks, int64_t first, int64_t last, int64_t t) {
-            std::vector<Session> group = Session::open_local(o, ranks);
-            std::vector<uint16_t> result(hidden);
+        // What rank 0 gets for tokens first..first+n-1 of the list; the other ranks bring 11 others.
+        const auto run = [&](std::vector<Session>& group, int64_t first, int64_t n) {
+            const auto ranks = static_cast<int>(group.size());
+            std::vector<uint16_t> result(static_cast<size_t>(n * hidden));
             on_ranks(ranks, [&](int r) {
-                const int64_t from = r == 0 ? first : 0, n = r == 0 ? last - first : 11;
+                const int64_t from = r == 0 ? first : 0, tokens = r == 0 ? n : 11;
                 ExpertBatch batch = group[static_cast<size_t>(r)].dispatch(
-                    {.x = x.data() + from * hidden, .tokens = n, .topk_ids = ids.data() + from * topk});
+                    {.x = x.data() + from * hidden, .tokens = tokens, .topk_ids = ids.data() + from * topk});
                 apply_experts(batch, r, ranks, o);
-                std::vector<uint16_t> out(static_cast<size_t>(n * hidden));
+                std::vector<uint16_t> out(static_cast<size_t>(tokens * hidden));
                 group[static_cast<size_t>(r)].combine(batch, {.topk_weights = weights.data() + from * topk, .out = out.data()});
-                if (r == 0)
-                    std::copy(out.begin() + (t - first) * hidden, out.begin() + (t - first + 1) * hidden, result.begin());
+                if (r == 0) result = out;
             });
             return result;
         };
-        for (const int64_t t : {0, 17, 49}) {
-            const std::vector<uint16_t> alone = run(1, t, t + 1, t);
-            for (const int ranks : {1, 2, 4}) {
-                EXPECT_EQ(run(ranks, 0, 50, t), alone) << ranks << " ranks, among others";
-                EXPECT_EQ(run(ranks, t, t + 1, t), alone) << ranks << " ranks, alone";
+        std::map<int64_t, std::vector<uint16_t>> alone;  // of the first number of ranks
+        for (const int ranks : {1, 2, 4}) {
+            std::vector<Session> group = Session::open_local(o, ranks);
+            const std::vector<uint16_t> all = run(group, 0, mates);
+            for (const int64_t t : {0, 17, 499, 999}) {
+                const std::vector<uint16_t> among(all.begin() + t * hidden, all.begin() + (t + 1) * hidden);
+                const std::vector<uint16_t> single = run(group, t, 1);
+                EXPECT_EQ(single, alone.try_emplace(t, single).first->second) << ranks << " ranks, token " << t << " alone";
+                EXPECT_EQ(among, alone[t]) << ranks << " ranks, token " << t << " among " << mates;
             }
         }
+    }
+}
+
+TEST_P(EveryWay, OffsetsBeyond32BitsAreRight) {
+    // Windows of some 30 GB, of which a few pages are touched: all of the second slot lies above 2^32, and in it the rows of
+    // the second expert's cells once more.
+    Options o = options();
+    o.hidden = 4096;
+    o.experts = 4;
+    o.tokens_max = 1 << 17;
+    Random random(23);
+    sessions = Session::open_local(o, 2);
+    EXPECT_GT(at(0).window_bytes(), int64_t{1} << 34);
+    for (int i = 0; i < 2; ++i) {
+        problem = make_problem(random, o, {5, 4});
+        round_works();
+        round_works();
     }
 }
 
