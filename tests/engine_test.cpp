@@ -114,6 +114,69 @@ std::vector<uint16_t> y_of(const Player& source, int64_t token, int64_t k, int64
     return y;
 }
 
+TEST(Ends, ARankThatDroppedItsBatchAndClosedFailsNoDispatch) {
+    Options o = options_with(Landing::packed, Format::none, Format::none);
+    o.topk = 1;
+    std::vector<Player> players = players_over(o, true);
+    for (Player& p : players) {
+        ASSERT_TRUE(p.rank->connect().ok());
+        p.tokens = 1;
+        p.ids.assign(1, 3);  // experts 0..2 on rank 0, 3..4 on rank 1, 5..6 on rank 2: all rows go to rank 1
+        p.start(1);
+    }
+    const auto poll = [&](size_t r) { return players[r].dispatch.poll(*players[r].rank, players[r].flight, true); };
+    EXPECT_EQ(poll(2), ep::Progress::pending);  // has counted
+    EXPECT_EQ(poll(1), ep::Progress::pending);  // has counted
+    ASSERT_EQ(poll(0), ep::Progress::done);     // has all counts, and no row to wait for
+    ep::raise_closed(*players[0].rank);         // as the session does when it ends: here after the batch was dropped
+    ep::drop(*players[0].rank, players[0].flight);
+    EXPECT_EQ(poll(1), ep::Progress::pending) << players[1].dispatch.status().text();
+    EXPECT_EQ(poll(2), ep::Progress::done) << players[2].dispatch.status().text();
+    EXPECT_EQ(poll(1), ep::Progress::done) << players[1].dispatch.status().text();
+}
+
+TEST(Ends, WhyARankLeftCombineIsToldAlsoToThoseWhoGetNoRowOfIt) {
+    Options o = options_with(Landing::packed, Format::none, Format::none);
+    o.topk = 1;
+    std::vector<Player> players = players_over(o, true);
+    for (Player& p : players) {
+        ASSERT_TRUE(p.rank->connect().ok());
+        p.tokens = 1;
+        p.ids.assign(1, 3);  // on rank 1
+        p.start(1);
+    }
+    const auto poll = [&](size_t r) { return players[r].dispatch.poll(*players[r].rank, players[r].flight, true); };
+    players[0].ids.assign(1, -1);  // rank 0 has no row for anybody
+    EXPECT_EQ(poll(2), ep::Progress::pending);
+    EXPECT_EQ(poll(1), ep::Progress::pending);
+    ASSERT_EQ(poll(0), ep::Progress::done);
+    players[0].combine.start(*players[0].rank, players[0].flight, {.out = nullptr, .timeout_ms = -1});
+    ep::raise_closed(*players[0].rank);
+    EXPECT_EQ(poll(1), ep::Progress::pending) << players[1].dispatch.status().text();
+}
+
+TEST(Reasons, ARefusalKeepsItsTextWhenTheDeadlineOfItsSenderStrikes) {
+    for (const Landing landing : {Landing::packed, Landing::padded}) {
+        std::vector<Player> players = players_over(options_with(landing, Format::none, Format::none), true);
+        for (Player& p : players) ASSERT_TRUE(p.rank->connect().ok());
+        players[0].ids[0] = 99;
+        const auto poll = [&](size_t r) { return players[r].dispatch.poll(*players[r].rank, players[r].flight, true); };
+        players[0].start(1);
+        players[1].start(1);
+        EXPECT_EQ(poll(0), ep::Progress::pending);
+        EXPECT_EQ(poll(1), ep::Progress::pending);
+        players[0].dispatch.give_up(*players[0].rank, players[0].flight, 5);  // rank 2 is slow
+        players[2].start(1);
+        EXPECT_EQ(poll(2), ep::Progress::failed);
+        EXPECT_EQ(poll(1), ep::Progress::failed);
+        for (size_t r : {size_t{1}, size_t{2}}) {
+            EXPECT_EQ(players[r].dispatch.status().code(), Code::bad_input);
+            EXPECT_NE(players[r].dispatch.status().text().find("topk_ids[0][0] is 99"), std::string::npos)
+                << players[r].dispatch.status().text();
+        }
+    }
+}
+
 class Unreachable : public testing::TestWithParam<Landing> {};
 
 TEST_P(Unreachable, RanksGetTheSameBytesByPut) {
@@ -277,7 +340,7 @@ TEST(Partial, ADeathBetweenCountsAndRowsBlanksTheDeadRanksRows) {
             std::memset(p.rank->own(w.slot(p.flight.slot) + w.source_info), 0x77, 60 * 12);
         }
         players[2].dispatch.poll(*players[2].rank, players[2].flight,
-                                 true);  // its counts are out, and it makes no further step
+                                 true);                           // its counts are out, and it makes no further step
         for (const size_t r : {size_t{0}, size_t{1}, size_t{0}})  // the others have all counts, and their rows are out
             EXPECT_EQ(players[r].dispatch.poll(*players[r].rank, players[r].flight, true), ep::Progress::pending);
         for (Mortal& link : links) link.dead = 2;

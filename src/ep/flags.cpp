@@ -183,9 +183,9 @@ bool Await::somebody_left(const Rank& rank) {
     return false;
 }
 
-// The end of a rank: closed, or dead. In dispatch nobody can have finished the epoch without this rank, so the end of any rank
-// ends it, unless a refusal or a common verdict is on its way, after which everybody may do as he likes. At the gate and in
-// combine only the awaited ranks matter: a fast one may have finished and closed.
+// The end of a rank: closed, or dead. In dispatch the end of any rank ends it, awaited or not, unless a refusal or a common
+// verdict is on its way, after which everybody may do as he likes, or it has finished this epoch: then it owes nothing. At the
+// gate and in combine only the awaited ranks matter: a fast one may have finished and closed.
 bool Await::somebody_ended(const Rank& rank) {
     const bool any_end_counts = !gate_ && flag_ != Flag::returned && refuser_ < 0 && !lost_;
     for (int peer = 0; peer < rank.ranks(); ++peer) {
@@ -198,7 +198,9 @@ bool Await::somebody_ended(const Rank& rank) {
         const bool is_closed = has_closed(rank, peer);         // model: ended_closed
         const Word gone = see(rank, Flag::gone, slot_, peer);  // model: ended_gone
         const bool verdict_on_its_way = gone.epoch() == own_ && is_common_verdict(gone.code());
-        if (is_there(rank, peer) && (!any_end_counts || verdict_on_its_way)) continue;
+        const bool is_finished = see(rank, Flag::returned, slot_, peer).epoch() == own_;  // model: ended_returned
+        const bool owes = awaited_still && !is_there(rank, peer);
+        if (!owes && (!any_end_counts || verdict_on_its_way || is_finished)) continue;
         if (see(rank, flag_, slot_, peer).epoch() > own_)  // model: ended_flag
             return fail(Code::corrupt, peer,
                         fmt::format("epoch {}: rank {} shows epoch {}. That process does not follow the protocol.", own_, peer,

@@ -206,6 +206,7 @@ inline somebody_left() {                                 /* fills code and culpr
 // label ended_lost = src/ep/flags.cpp Await::somebody_ended
 // label ended_closed = src/ep/flags.cpp Await::somebody_ended
 // label ended_gone = src/ep/flags.cpp Await::somebody_ended
+// label ended_returned = src/ep/flags.cpp Await::somebody_ended
 // label ended_flag = src/ep/flags.cpp Await::somebody_ended
 inline somebody_ended() {
 	p = 0;
