@@ -42,9 +42,9 @@ int bench_command(int argc, char** argv) {
     const char* name = kernels ? "switchyard-kernels" : "switchyard-bench";
     const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe").parent_path() / name;
     execv(program.c_str(), argv + (kernels ? 2 : 1));
-    throw Mistake(fmt::format("{} cannot be started: {}; build the target {}", program.string(), std::strerror(errno),
-                              kernels ? "switchyard_kernels, for which CMake must find Google Benchmark (libbenchmark-dev)"
-                                      : "switchyard_bench"));
+    throw Mistake(fmt::format(
+        "{} cannot be started: {}; build the target {}", program.string(), std::strerror(errno),
+        kernels ? "switchyard_kernels, for which CMake must find Google Benchmark (libbenchmark-dev)" : "switchyard_bench"));
 }
 
 int parse(CLI::App& app, int argc, char** argv) {

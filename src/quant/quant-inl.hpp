@@ -2,8 +2,9 @@
 //
 // A row is worked on in chunks of a few blocks; the tail is padded with zeros in a small buffer on the stack, so that a chunk
 // never reads or writes outside the row. A format is one chunk struct: `prepare` finds and writes the scales of a chunk,
-// `encode` its elements (and `encode_again` what it could not), `decode` reads it back. Scales take a long chain of dependent steps, elements a short one; so a few
-// chunks are prepared before the first is encoded, and the processor works on all of them at once.
+// `encode` its elements (`encode_again`, where a chunk has it, those that `encode` could not), `decode` reads it back. Scales
+// take a long chain of dependent steps, elements a short one; so a few chunks are prepared before the first is encoded, and the
+// processor works on all of them at once.
 // A wire format of combine is one row struct, in the same two steps: built, then asked for the values of its columns.
 // What a set lacks goes to the scalar set: see `is_vectorised` and `combine_tokens`.
 //
