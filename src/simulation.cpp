@@ -1219,7 +1219,8 @@ void Game::judge_windows() {
                       base + w.x_ids, stale);
             const uint64_t id_bytes = 4 * x_rows * static_cast<uint64_t>(w.shape.topk);
             untouched("behind the x ids", base + w.x_ids + id_bytes, base + w.x_weights, stale);
-            untouched("behind the x weights", base + w.x_weights + (w.shape.weights ? id_bytes : 0), base + w.slot_bytes, stale);
+            untouched("behind the x weights", base + w.x_weights + (w.shape.weights ? id_bytes : 0), base + w.slot_bytes,
+                      stale);
         }
     }
 }

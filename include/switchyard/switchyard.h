@@ -327,8 +327,8 @@ SY_API int32_t sy_session_x(sy_session* session, void** x);
  * with SY_STALE. Arguments that cannot be read drop the batch. */
 SY_API int32_t sy_combine(sy_session* session, sy_batch* batch, const sy_combine_args* args);
 
-/* Goes on with the ranks that are left: after SY_PEER_LOST, SY_PEER_CLOSED or SY_TIMED_OUT, called on all of them. Ends all open
- * batches, agrees with the others on who is left and on the next epoch, and makes no memory; ranks keep their numbers and
+/* Goes on with the ranks that are left: after SY_PEER_LOST, SY_PEER_CLOSED or SY_TIMED_OUT, called on all of them. Ends all
+ * open batches, agrees with the others on who is left and on the next epoch, and makes no memory; ranks keep their numbers and
  * experts. kill_missing != 0: a member that has not come by the deadline (timeout_ms; 0 = the session's) is killed and its end
  * awaited. is_member [count = R] gets 1 for each rank that is left; null when not wanted. SY_TIMED_OUT names who did not
  * come; then only sy_shrink, sy_close and sy_free are allowed. */
