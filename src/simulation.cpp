@@ -992,7 +992,8 @@ void Game::judge_truth(const Player& p, const char* call, int of_round, const En
         }
         case Code::peer_left:
             true_reason = any([&](const Player& q) {
-                if (says(fmt::format("rank {} dropped its batch", q.rank))) return q.dropped[i] != 0;
+                if (says(fmt::format("rank {} dropped its batch", q.rank)))  // not: closed its session with it open
+                    return q.dropped[i] && (q.closed_at < 0 || q.drop_begun[i] < q.closed_at);
                 if (!says(fmt::format("rank {} gave up epoch {} (", q.rank, of_round + 1))) return false;
                 if (q.died_at >= 0) return true;  // perhaps while it left
                 const bool left = (q.dispatches[i].ended && q.dispatches[i].code != Code::ok) ||
