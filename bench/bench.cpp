@@ -176,6 +176,7 @@ int bench_main(int argc, char** argv) {
         "switchyard bench");
     add_flags(app, flags, dtype, simd);
     app.add_flag("--list", list, "scenarios and contestants of this build");
+    app.footer("switchyard bench --kernels times the number kernels beside memcpy instead; it has a --help of its own.");
     app.failure_message(
         [](const CLI::App* a, const CLI::Error& e) { return fmt::format("{}: {}\n", a->get_name(), e.what()); });
     app.get_formatter()->column_width(48);

@@ -145,6 +145,29 @@ class Bench(unittest.TestCase):
             self.assertIn(said, done.stderr)
             self.assertEqual(done.stdout, "")
 
+    def test_every_kernel_is_compared_with_memcpy(self):
+        if not os.access(os.path.join(os.path.dirname(SWITCHYARD), "switchyard-kernels"), os.X_OK):
+            self.assertIn("libbenchmark-dev", bench("--kernels").stderr)
+            self.skipTest("this build has no switchyard-kernels")
+        names = self.right("--kernels", "--benchmark_list_tests").split()
+        for place in ("cache", "memory"):
+            for token in ("f16", "bf16"):
+                for word in ("none", "int8_token", "mxfp8_e5m2", "mxfp8_e4m3", "fp8_e4m3_block128", "int8_block8", "int8_block128"):
+                    for work in ("encode", "decode"):
+                        self.assertIn(f"{work}/{word}_{token}/scalar/{place}/manual_time", names)
+            for rest in ("combine/none_f32", "combine/int8_block8_f16", "combine_encoded/int8_block128_bf16", "copy/f16", "stream/f16"):
+                self.assertIn(f"{rest}/scalar/{place}/manual_time", names)
+        some = ("--kernels", "--benchmark_filter=(encode/mxfp8_e5m2_f16|copy/f16)/scalar/cache", "--benchmark_min_time=0.01")
+        runs = json.loads(bench(*some, "--benchmark_format=json").stdout)["benchmarks"]
+        shares = {run["name"].split("/")[0]: run["of_memcpy"] for run in runs}
+        self.assertEqual(set(shares), {"encode", "copy"})
+        self.assertGreater(shares["encode"], 0)
+        self.assertGreater(shares["copy"], shares["encode"])  # by two orders of magnitude
+        said = self.right(*some)
+        self.assertIn("Share of memcpy", said)
+        self.assertRegex(said, r"encode +mxfp8_e5m2 f16 .* \d\.\d\d / -")
+        self.assertEqual(bench("--kernels", "--no-such-flag").returncode, 2)
+
     def test_a_killed_bench_takes_its_ranks_along(self):
         for more in ((), ("--contestants", "limit,packed")):  # by mpirun where there is one, and by fork
             with tempfile.TemporaryDirectory() as folder:
