@@ -164,6 +164,7 @@ constexpr Field fields[] = {
     {"huge_pages", &sy_options::huge_pages},
     {"pin", &sy_options::pin},
     {"jitter_us", &sy_options::jitter_us},
+    {"group_ranks", &sy_options::group_ranks},
 };
 static_assert(sizeof(sy_options) == sizeof(size_t) + std::size(fields) * sizeof(int64_t));
 
@@ -270,6 +271,9 @@ SY_SAME(SY_LANDING_AUTO, Landing::automatic);
 SY_SAME(SY_LANDING_PACKED, Landing::packed);
 SY_SAME(SY_LANDING_PADDED, Landing::padded);
 SY_SAME(SY_LANDING_IN_PLACE, Landing::in_place);
+SY_SAME(SY_LANDING_ALLGATHER, Landing::allgather);
+SY_SAME(SY_LANDING_TWO_LEVEL, Landing::two_level);
+SY_SAME(SY_LANDING_ALLTOALLV, Landing::alltoallv);
 SY_SAME(SY_COMBINE_AUTO, CombinePath::automatic);
 SY_SAME(SY_COMBINE_READ, CombinePath::read);
 SY_SAME(SY_COMBINE_PUSH, CombinePath::push);

@@ -241,6 +241,20 @@ Group Group::from_environment(const std::string& label) {
 
 // --------------------------------------------------------------------------------------------------------------- session
 
+namespace {
+
+// Of a two-level dispatch: the ranks of one NUMA node, if they lie evenly; else such that there are about as many groups as
+// ranks in one. Equal on all ranks, which are on one machine.
+int64_t ranks_of_a_group(int64_t ranks) {
+    const int64_t nodes = NumaMap().nodes();
+    if (nodes > 1 && ranks % nodes == 0) return ranks / nodes;
+    int64_t root = 1;
+    while (root * root < ranks) ++root;
+    return root;
+}
+
+}  // namespace
+
 struct Session::Impl {
     std::unique_ptr<Transport> link;
     std::unique_ptr<ep::Workers> workers;
@@ -338,6 +352,7 @@ Status Session::Impl::prepare(Options options) {
     }
     options.simd = kernels->simd;
     if (options.landing == Landing::automatic) options.landing = Landing::packed;
+    if (options.landing == Landing::two_level && options.group_ranks == 0) options.group_ranks = ranks_of_a_group(ranks);
     const int64_t experts_per_rank = experts_of(0, ranks, options.experts).count();
     const int64_t worst = options.tokens_max * options.topk * ranks + experts_per_rank * (options.expert_alignment - 1);
     if (options.rows_max == 0) options.rows_max = std::min(worst, (int64_t{1} << 31) - 1);
@@ -745,7 +760,7 @@ void* ExpertBatch::y() const {
 namespace {
 ExpertBatch::Row row_of(const ep::Flight& f, int64_t i) {
     const layout::Window& w = f.rank->window;
-    if (f.rank->options.landing == Landing::in_place && !f.materialised) {
+    if (ep::rows_lie_apart(f.rank->options.landing) && !f.materialised) {
         ExpertBatch::Row found;
         throw_if(ep::find_row(f, i, &found));
         return found;

@@ -152,7 +152,10 @@ void draw_shape(Random& random, Scenario& s) {
     o.expert_token_nums = random.one_in(2) ? TokenNums::count : TokenNums::cumsum;
     o.expert_alignment = random.one_in(8) ? 16 : 1;
     o.deliver_weights = random.one_in(3);
-    o.landing = pick(random, {Landing::packed, Landing::padded, s.world.reachable ? Landing::in_place : Landing::packed});
+    o.landing = pick(random, {Landing::packed, Landing::padded, Landing::allgather, Landing::alltoallv,
+                              s.world.reachable ? Landing::in_place : Landing::packed,
+                              s.world.reachable ? Landing::two_level : Landing::allgather});
+    o.group_ranks = o.landing == Landing::in_place ? s.ranks : o.landing == Landing::two_level ? random.between(1, s.ranks) : 1;
     o.combine_path = s.world.reachable && random.one_in(2) ? CombinePath::read : CombinePath::push;
     o.depth = random.between(1, 3);
     o.timeout_ms = random.between(400, 1500);
@@ -908,7 +911,7 @@ void Game::check_batch(Player& p, int of_round) {
         check_same(p, of_round, "weights", part(p, of_round, window_.weights), want.weights.data(), want.weights.size() * 4);
     const auto payload_bytes = static_cast<size_t>(window_.row.payload_bytes);
     const auto scale_bytes = static_cast<size_t>(window_.row.scale_bytes());
-    if (scenario_.options.landing == Landing::in_place) {
+    if (ep::rows_lie_apart(scenario_.options.landing)) {
         for (int64_t row = 0; row < f.rows; ++row) {
             ExpertBatch::Row at;
             if (const Status s = ep::find_row(f, row, &at); !s.ok()) return fail("rank {}: {}", p.rank, s.text());
@@ -1159,14 +1162,16 @@ void Game::judge_windows() {
                           std::byte{0});
         }
         for (int64_t slot = 0; slot < o.depth; ++slot) {
-            uint64_t rows = 0, own_tokens = 0;
-            std::vector<uint64_t> cells(static_cast<size_t>(scenario_.ranks));  // the most rows of one source
+            uint64_t rows = 0;
+            std::vector<uint64_t> cells(static_cast<size_t>(scenario_.ranks));   // the most rows of one source
+            std::vector<uint64_t> tokens(static_cast<size_t>(scenario_.ranks));  // and its most tokens
             for (int i = 0; i < rounds(); ++i) {
                 if ((i + 1) % o.depth != slot) continue;
                 const Round& r = round(i);
-                for (size_t q = 0; q < cells.size(); ++q)
+                for (size_t q = 0; q < cells.size(); ++q) {
                     cells[q] = std::max(cells[q], static_cast<uint64_t>(r.of[q].ids.size()));
-                own_tokens = std::max(own_tokens, static_cast<uint64_t>(r.of[static_cast<size_t>(p.rank)].tokens));
+                    tokens[q] = std::max(tokens[q], static_cast<uint64_t>(r.of[q].tokens));
+                }
                 if (r.excess || !std::any_of(players_.begin(), players_.end(),
                                              [&](const Player& q) { return q.dispatches[static_cast<size_t>(i)].called; }))
                     continue;
@@ -1174,6 +1179,7 @@ void Game::judge_windows() {
                 rows = std::max(rows, static_cast<uint64_t>(r.received[static_cast<size_t>(p.rank)].rows));
             }
             const uint64_t base = w.slot(static_cast<uint64_t>(slot));
+            const uint64_t own_tokens = tokens[static_cast<size_t>(p.rank)];
             const auto token_bytes = static_cast<uint64_t>(values_->row_bytes());
             for (int r = 0; r < scenario_.ranks; ++r)
                 untouched("behind a count row",
@@ -1211,17 +1217,27 @@ void Game::judge_windows() {
                                   stale);
                     }
             } else {
-                untouched("where cells would be", base + w.landing, base + w.x, stale);
+                untouched("where cells would be", base + w.landing, base + w.blocks_out, stale);
             }
-            const uint64_t x_rows = w.shape.in_place ? own_tokens : 0;
-            untouched("behind the x rows", base + w.x + x_rows * static_cast<uint64_t>(w.row.payload_bytes), base + w.x_scales,
-                      stale);
-            untouched("behind the x scales", base + w.x_scales + x_rows * static_cast<uint64_t>(w.row.scale_bytes()),
-                      base + w.x_ids, stale);
-            const uint64_t id_bytes = 4 * x_rows * static_cast<uint64_t>(w.shape.topk);
-            untouched("behind the x ids", base + w.x_ids + id_bytes, base + w.x_weights, stale);
-            untouched("behind the x weights", base + w.x_weights + (w.shape.weights ? id_bytes : 0), base + w.slot_bytes,
-                      stale);
+            const auto block_stride = static_cast<uint64_t>(w.shape.blocks ? w.cell.stride : 0);
+            untouched("behind the blocks that left", base + w.blocks_out + cells[static_cast<size_t>(p.rank)] * block_stride,
+                      base + w.blocks_in, stale);
+            untouched("behind the blocks that came", base + w.blocks_in + rows * block_stride, base + w.x, stale);
+            if (w.shape.sources == 0) untouched("where tokens would be", base + w.x, base + w.slot_bytes, stale);
+            for (int64_t copy = 0; copy < w.shape.sources; ++copy) {
+                const int q = w.shape.sources == 1 ? p.rank : static_cast<int>(copy);
+                const bool is_here = p.engine->holder_of(q, p.rank).rank == p.rank;
+                const auto all = static_cast<uint64_t>(o.tokens_max), topk = static_cast<uint64_t>(o.topk);
+                const uint64_t used = is_here ? tokens[static_cast<size_t>(q)] : 0;
+                const auto behind = [&](const char* what, uint64_t part, uint64_t bytes) {
+                    const uint64_t first = base + part + w.x_token(copy) * bytes;
+                    untouched(what, first + used * bytes, first + all * bytes, stale);
+                };
+                behind("behind the tokens of a rank", w.x, static_cast<uint64_t>(w.row.payload_bytes));
+                behind("behind their scales", w.x_scales, static_cast<uint64_t>(w.row.scale_bytes()));
+                behind("behind their ids", w.x_ids, 4 * topk);
+                if (w.shape.weights) behind("behind their weights", w.x_weights, 4 * topk);
+            }
         }
     }
 }

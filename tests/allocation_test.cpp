@@ -200,7 +200,7 @@ TEST_F(Allocation, SteadyStateHasNone) {
         Format out, home;
     };
     for (const int ranks : {2, 4})
-        for (const Landing landing : {Landing::packed, Landing::padded, Landing::in_place})
+        for (const Landing landing : every_landing)
             for (const CombinePath path : {CombinePath::read, CombinePath::push})
                 for (const Formats f :
                      {Formats{Format::none, Format::none}, Formats{Format::int8_token, Format::int8_block8},

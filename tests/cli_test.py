@@ -53,7 +53,7 @@ class Cases(unittest.TestCase):
         cases = sorted(glob.glob(GOLDEN + "/*/case.json"))
         self.assertGreaterEqual(len(cases), 11)
         for case in map(os.path.dirname, cases):
-            for landing in ("packed", "padded", "in_place"):
+            for landing in ("packed", "padded", "in_place", "allgather", "two_level", "alltoallv"):
                 for workers in (1, 3):
                     for simd in ("scalar", "auto"):
                         out = os.path.join(self.folder, "out")
@@ -236,7 +236,7 @@ class Slow(unittest.TestCase):
         self.assertIn("ranks are 0..1", command("run", "--ranks", 2, "--slow", "2:5").stderr)
 
     def test_many_rounds_with_random_sleeps_are_right(self):
-        for landing in ("packed", "padded", "in_place"):
+        for landing in ("packed", "padded", "in_place", "allgather", "two_level", "alltoallv"):
             done = command("verify", "--rounds", 150, "--jitter", "--ranks", 8, "--bs", "5,0,1,7,16,3,2,9", "--hidden", 96,
                            "--topk", 3, "--experts", 17, "--landing", landing)
             self.assertEqual(done.returncode, 0, done.stdout + done.stderr)

@@ -11,6 +11,7 @@
 #include "ep/combine.hpp"
 #include "ep/dispatch.hpp"
 #include "switchyard/reference.hpp"
+#include "testing.hpp"
 
 namespace switchyard {
 namespace {
@@ -47,6 +48,7 @@ Options options_with(Landing landing, Format dispatch_quant, Format combine_quan
     o.rows_max = 60;
     o.depth = 1;
     o.landing = landing;
+    o.group_ranks = landing == Landing::two_level ? 2 : 0;
     o.dispatch_quant = dispatch_quant;
     o.combine_quant = combine_quant;
     return o;
@@ -156,7 +158,7 @@ TEST(Ends, WhyARankLeftCombineIsToldAlsoToThoseWhoGetNoRowOfIt) {
 }
 
 TEST(Reasons, ARefusalKeepsItsTextWhenTheDeadlineOfItsSenderStrikes) {
-    for (const Landing landing : {Landing::packed, Landing::padded}) {
+    for (const Landing landing : {Landing::packed, Landing::padded, Landing::allgather, Landing::alltoallv}) {
         std::vector<Player> players = players_over(options_with(landing, Format::none, Format::none), true);
         for (Player& p : players) ASSERT_TRUE(p.rank->connect().ok());
         players[0].ids[0] = 99;
@@ -200,6 +202,7 @@ TEST_P(Unreachable, RanksGetTheSameBytesByPut) {
                 const reference::Received want = reference::dispatch(o, inputs, r);
                 const layout::Window& w = p.rank->window;
                 const std::byte* slot = p.rank->own(w.slot(p.flight.slot));
+                ASSERT_TRUE(ep::materialise(*p.rank, p.flight).ok());
                 ASSERT_EQ(p.flight.rows, want.rows);
                 EXPECT_EQ(std::memcmp(slot + w.expand_x, want.expand_x.data(), want.expand_x.size()), 0);
                 EXPECT_EQ(std::memcmp(slot + w.scales, want.dynamic_scales.data(), want.dynamic_scales.size()), 0);
@@ -233,7 +236,8 @@ TEST_P(Unreachable, RanksGetTheSameBytesByPut) {
         }
     }
 }
-INSTANTIATE_TEST_SUITE_P(Landings, Unreachable, testing::Values(Landing::packed, Landing::padded));
+INSTANTIATE_TEST_SUITE_P(Landings, Unreachable,
+                         testing::Values(Landing::packed, Landing::padded, Landing::allgather, Landing::alltoallv));
 
 TEST(Unreachable, WindowsAreRefusedByWhatMustLoadThem) {
     for (const bool in_place : {false, true}) {
@@ -289,7 +293,7 @@ TEST_P(Refused, WhoLeavesBecauseOfARefusalDoesNotPassItsCodeOn) {
     EXPECT_EQ(static_cast<Code>(gone.code()), Code::bad_input);
     EXPECT_EQ(gone.rank(), 2);
 }
-INSTANTIATE_TEST_SUITE_P(Landings, Refused, testing::Values(Landing::packed, Landing::padded, Landing::in_place));
+INSTANTIATE_TEST_SUITE_P(Landings, Refused, testing::ValuesIn(test::every_landing));
 
 // ------------------------------------------------------------------------------------------------------------------ partial
 
@@ -450,7 +454,7 @@ TEST_P(Tampered, OwnCountsInTheWindowAreNeverReadBack) {
     ASSERT_EQ(ends[0], ep::Progress::done) << p.dispatch.status().text();
     EXPECT_EQ(p.flight.rows, reference::dispatch(p.rank->options, inputs_of(players), 0).rows);
 }
-INSTANTIATE_TEST_SUITE_P(Landings, Tampered, testing::Values(Landing::packed, Landing::padded, Landing::in_place));
+INSTANTIATE_TEST_SUITE_P(Landings, Tampered, testing::ValuesIn(test::every_landing));
 
 TEST(Tampered, IdsThatAreNotThoseCountedAreCorruptAndWriteNothing) {
     // An expert of rank 0 more, one less, one too many of another of its experts, and no expert at all.
@@ -484,7 +488,7 @@ TEST(Tampered, IdsThatAreNotThoseCountedAreCorruptAndWriteNothing) {
 }
 
 TEST(Tampered, SourceInfoThatPointsNowhereIsCorruptAndWritesNothing) {
-    for (const Landing landing : {Landing::packed, Landing::in_place})
+    for (const Landing landing : {Landing::packed, Landing::in_place, Landing::two_level, Landing::allgather})
         for (const auto& [field, value] : {std::pair{0, 3}, std::pair{0, -2}, std::pair{1, 6}, std::pair{1, -1},
                                            std::pair{0, std::numeric_limits<int32_t>::max()}}) {
             Options o = options_with(landing, Format::none, Format::none);
@@ -499,7 +503,7 @@ TEST(Tampered, SourceInfoThatPointsNowhereIsCorruptAndWritesNothing) {
             ASSERT_GT(p.flight.rows, 0);
             const layout::Window& w = p.rank->window;
             std::memcpy(p.rank->own(w.slot(p.flight.slot) + w.source_info) + 4 * field, &value, 4);
-            if (landing == Landing::in_place) {
+            if (ep::rows_lie_apart(landing)) {
                 ExpertBatch::Row row;
                 EXPECT_EQ(ep::find_row(p.flight, 0, &row).code(), Code::corrupt);
                 EXPECT_EQ(ep::materialise(*p.rank, p.flight).code(), Code::corrupt);

@@ -222,7 +222,7 @@ TEST_P(GoldenCase, SessionGivesTheSameBytesInEveryRound) {
     const Case c = read_case(GetParam());
     const auto rounds = static_cast<int>(scaled(20));
     for (const quant::Kernels* kernels : quant::available_kernels())
-        for (const Landing landing : {Landing::packed, Landing::padded, Landing::in_place})
+        for (const Landing landing : every_landing)
             for (const CombinePath path : {CombinePath::read, CombinePath::push})
                 for (const int64_t workers : {1, 3}) {
                     Options o = c.options;

@@ -54,7 +54,7 @@ class Failure(Exception):
 
 def attempt(switchyard, dice, happened):
     ranks = dice.choice((2, 3, 4, 5))
-    landing = dice.choice(("packed", "padded", "in_place"))
+    landing = dice.choice(("packed", "padded", "in_place", "allgather", "two_level", "alltoallv"))
     path = dice.choice(("read", "push"))
     stop = dice.random() < 0.2
     arguments = ["run", "--ranks", str(ranks), "--bs", "8", "--hidden", "64", "--experts", "9", "--topk", "2", "--rounds", "1000000",

@@ -214,8 +214,9 @@ int64_t files_open() {
 }
 
 constexpr std::pair<Landing, CombinePath> every_way[] = {
-    {Landing::packed, CombinePath::read}, {Landing::packed, CombinePath::push},   {Landing::padded, CombinePath::read},
-    {Landing::padded, CombinePath::push}, {Landing::in_place, CombinePath::read}, {Landing::in_place, CombinePath::push}};
+    {Landing::packed, CombinePath::read},    {Landing::packed, CombinePath::push},    {Landing::padded, CombinePath::read},
+    {Landing::padded, CombinePath::push},    {Landing::in_place, CombinePath::read},  {Landing::in_place, CombinePath::push},
+    {Landing::allgather, CombinePath::read}, {Landing::two_level, CombinePath::read}, {Landing::alltoallv, CombinePath::push}};
 
 // ----------------------------------------------------------------------------------------------------------------- results
 
@@ -310,7 +311,7 @@ class Death : public testing::TestWithParam<Moment> {};
 
 TEST_P(Death, SurvivorsReportTheRankThatDied) {
     const Moment moment = GetParam();
-    for (const Landing landing : {Landing::packed, Landing::padded, Landing::in_place})
+    for (const Landing landing : every_landing)
         for (const int victim : {0, 1, 3}) {
             constexpr int ranks = 4;
             const Options o = options_of(ranks, landing);
@@ -623,7 +624,7 @@ TEST(Partial, DeadRanksContributeNothingAndAreCounted) {
 }
 
 TEST(Ranks, StoppedRankIsNamedAtTheDeadlineAndGoesOnLater) {
-    for (const Landing landing : {Landing::packed, Landing::padded, Landing::in_place}) {
+    for (const Landing landing : every_landing) {
         constexpr int ranks = 3, stopped = 2;
         const Options o = options_of(ranks, landing);
         const Problem p = problem_of(o, ranks);

@@ -294,7 +294,7 @@ TEST(DispatchVectors, ReferenceAgrees) {
 
 TEST(DispatchVectors, SessionAgreesOnEveryLanding) {
     for (const Vector& v : dispatch_vectors())
-        for (const Landing landing : {Landing::packed, Landing::padded, Landing::in_place}) {
+        for (const Landing landing : every_landing) {
             Options o = v.options;
             o.landing = landing;
             SCOPED_TRACE(v.id + ": " + text_of(o));
@@ -351,7 +351,8 @@ WindowShape sample_shape() {
             .weights = true,
             .padded = true,
             .push = true,
-            .in_place = true};
+            .blocks = true,
+            .sources = 3};
 }
 
 WindowShape random_shape(Random& random) {
@@ -373,7 +374,8 @@ WindowShape random_shape(Random& random) {
     s.weights = random.one_in(2);
     s.padded = random.one_in(2);
     s.push = random.one_in(2);
-    s.in_place = random.one_in(2);
+    s.blocks = random.one_in(2);
+    s.sources = random.pick({int64_t{0}, int64_t{1}, s.ranks});
     return s;
 }
 
@@ -452,13 +454,15 @@ TEST(Window, PartsStartOnPagesAndDoNotOverlap) {
                       {"y", w.y, u(s.rows_max) * u(s.hidden) * token_bytes(s.token)},
                       {"home", w.home, homes * u(w.home_row.stride)},
                       {"landing", w.landing, cells * u(w.cell.stride)},
-                      {"x", w.x, s.in_place ? u(s.tokens_max) * row.payload : 0},
-                      {"x_scales", w.x_scales, s.in_place ? u(s.tokens_max) * row.scales : 0},
-                      {"x_ids", w.x_ids, s.in_place ? u(s.tokens_max * s.topk) * 4 : 0},
-                      {"x_weights", w.x_weights, s.in_place && s.weights ? u(s.tokens_max * s.topk) * 4 : 0}},
+                      {"blocks_out", w.blocks_out, s.blocks ? u(s.tokens_max * s.topk * w.cell.stride) : 0},
+                      {"blocks_in", w.blocks_in, s.blocks ? u(s.rows_max * w.cell.stride) : 0},
+                      {"x", w.x, u(s.sources * s.tokens_max) * row.payload},
+                      {"x_scales", w.x_scales, u(s.sources * s.tokens_max) * row.scales},
+                      {"x_ids", w.x_ids, u(s.sources * s.tokens_max * s.topk) * 4},
+                      {"x_weights", w.x_weights, s.weights ? u(s.sources * s.tokens_max * s.topk) * 4 : 0}},
                      w.slot_bytes);
-        for (const uint64_t part : {w.counts, w.expand_x, w.scales, w.source_info, w.weights, w.y, w.home, w.landing, w.x,
-                                    w.x_scales, w.x_ids, w.x_weights})
+        for (const uint64_t part : {w.counts, w.expand_x, w.scales, w.source_info, w.weights, w.y, w.home, w.landing,
+                                    w.blocks_out, w.blocks_in, w.x, w.x_scales, w.x_ids, w.x_weights})
             EXPECT_EQ(part % layout::page_bytes, 0U);
 
         // The last of each kind, by the functions that compute addresses.
@@ -538,6 +542,7 @@ TEST(Window, SizeIsTheSumOrTheLimitIsSeenInEveryDimension) {
         for (int64_t* field : {&s.ranks, &s.depth, &s.hidden, &s.topk, &s.tokens_max, &s.rows_max, &s.experts})
             if (random.one_in(4)) *field = int64_t{1} << random.below(31);
         s.ranks = std::min<int64_t>(s.ranks, 4095);
+        s.sources = random.pick({int64_t{0}, int64_t{1}, s.ranks});
         s.depth = std::min<int64_t>(s.depth, 64);
         s.experts = std::min<int64_t>(s.experts, 1 << 20);
         s.topk = std::min<int64_t>(s.topk, 4096);
@@ -552,11 +557,10 @@ TEST(Window, SizeIsTheSumOrTheLimitIsSeenInEveryDimension) {
                     pages(u(s.rows_max) * u(s.hidden) * token_bytes(s.token));
         if (s.push) slot += pages(u(s.tokens_max * s.topk) * u(w.home_row.stride));
         if (s.padded) slot += pages(u(s.experts_per_rank) * u(s.ranks) * u(s.tokens_max * s.topk) * u(w.cell.stride));
-        if (s.in_place) {
-            const Wide words = pages(u(s.tokens_max * s.topk) * 4);
-            slot += pages(u(s.tokens_max) * row.payload) + pages(u(s.tokens_max) * row.scales) + words;
-            if (s.weights) slot += words;
-        }
+        if (s.blocks) slot += pages(u(s.tokens_max * s.topk) * u(w.cell.stride)) + pages(u(s.rows_max) * u(w.cell.stride));
+        const Wide tokens = u(s.sources) * u(s.tokens_max), words = pages(tokens * u(s.topk) * 4);
+        slot += pages(tokens * row.payload) + pages(tokens * row.scales) + words;
+        if (s.weights) slot += words;
         const Wide state = 4096 + 64 + u(s.ranks) * 64 + u(s.ranks) * u(s.depth) * (64 + 2 * 512) + 64 + 2 * 576;
         const Wide all = pages(state) + slot * u(s.depth);
         if (all > layout::Region::limit) {

@@ -25,13 +25,15 @@ struct Way {
     Landing landing;
     CombinePath path;
 };
-constexpr Way every_way[] = {{Landing::packed, CombinePath::read},   {Landing::packed, CombinePath::push},
-                             {Landing::padded, CombinePath::read},   {Landing::padded, CombinePath::push},
-                             {Landing::in_place, CombinePath::read}, {Landing::in_place, CombinePath::push}};
+constexpr Way every_way[] = {{Landing::packed, CombinePath::read},    {Landing::packed, CombinePath::push},
+                             {Landing::padded, CombinePath::read},    {Landing::padded, CombinePath::push},
+                             {Landing::in_place, CombinePath::read},  {Landing::in_place, CombinePath::push},
+                             {Landing::allgather, CombinePath::read}, {Landing::two_level, CombinePath::read},
+                             {Landing::alltoallv, CombinePath::read}, {Landing::alltoallv, CombinePath::push}};
 
 std::string name_of(Way way) {
-    const char* landing = way.landing == Landing::packed ? "Packed" : way.landing == Landing::padded ? "Padded" : "InPlace";
-    return landing + std::string(way.path == CombinePath::read ? "Read" : "Push");
+    constexpr const char* names[] = {"", "Packed", "Padded", "InPlace", "Allgather", "TwoLevel", "Alltoallv"};
+    return names[static_cast<size_t>(way.landing)] + std::string(way.path == CombinePath::read ? "Read" : "Push");
 }
 
 /// A fact that must hold in every way.
@@ -1354,6 +1356,7 @@ TEST(SessionOpen, RanksMustAgreeAboutEveryAgreedOption) {
         {"expert_alignment", {"1", "16"}},
         {"deliver_weights", {"no", "yes"}},
         {"landing", {"packed", "padded"}},
+        {"group_ranks", {"1", "2"}},
         {"combine_path", {"read", "push"}},
         {"tokens_max", {"2", "9"}},
         {"rows_max", {"100", "101"}},
@@ -1590,12 +1593,23 @@ TEST_P(EveryWay, StatisticsCountRowsAndBytes) {
         const RankData& d = problem.ranks[static_cast<size_t>(r)];
         const ExpertRange mine = experts_of(r, 3, o.experts);
         uint64_t used = 0, to_peers = 0, tokens_used = 0;
+        // What a token's row goes to, once: allgather every rank, two_level a group, {0, 1} or {2}.
+        const int group_ranks = GetParam().landing == Landing::two_level ? 2 : 1;
+        uint64_t copies = 0, copies_to_peers = 0;
         for (size_t i = 0; i < d.ids.size(); i += 2) {
             for (const int32_t id : {d.ids[i], d.ids[i + 1]}) {
                 used += id >= 0;
                 to_peers += id >= 0 && (id < mine.first || id >= mine.last);
             }
             tokens_used += d.ids[i] >= 0 || d.ids[i + 1] >= 0;
+            for (int group = 0; group * group_ranks < 3; ++group) {
+                bool goes_there = false;
+                for (int owner = group * group_ranks; owner < std::min(3, (group + 1) * group_ranks); ++owner)
+                    for (const int32_t id : {d.ids[i], d.ids[i + 1]})
+                        goes_there |= id >= experts_of(owner, 3, o.experts).first && id < experts_of(owner, 3, o.experts).last;
+                copies += goes_there;
+                copies_to_peers += goes_there && group != r / group_ranks;
+            }
         }
         EXPECT_EQ(s.dispatches, rounds);
         EXPECT_EQ(s.combines, rounds);
@@ -1603,6 +1617,14 @@ TEST_P(EveryWay, StatisticsCountRowsAndBytes) {
         if (GetParam().landing == Landing::in_place) {
             EXPECT_EQ(s.bytes_sent, rounds * (tokens_used * row + d.ids.size() * 4)) << "a token is written once, at home";
             EXPECT_EQ(s.bytes_sent_peers, 0U) << "its readers come for it";
+        } else if (GetParam().landing == Landing::allgather || GetParam().landing == Landing::two_level) {
+            const uint64_t groups = GetParam().landing == Landing::allgather ? 3 : 2, ids = d.ids.size() * 4;
+            EXPECT_EQ(s.bytes_sent, rounds * (copies * row + groups * ids));
+            EXPECT_EQ(s.bytes_sent_peers, rounds * (copies_to_peers * row + (groups - 1) * ids));
+        } else if (GetParam().landing == Landing::alltoallv) {
+            constexpr uint64_t stride = 128;  // elements to a multiple of 16, scales likewise, 16 of source info: 48 + 16 + 16
+            EXPECT_EQ(s.bytes_sent, rounds * used * stride);
+            EXPECT_EQ(s.bytes_sent_peers, rounds * to_peers * stride);
         } else {
             EXPECT_EQ(s.bytes_sent, rounds * used * (row + info));
             EXPECT_EQ(s.bytes_sent_peers, rounds * to_peers * (row + info));
@@ -1648,7 +1670,7 @@ TEST_P(EveryWay, WaitsAreCountedForTheRankThatWasLate) {
 // ------------------------------------------------------------------------------------------------------------ tokens in place
 
 TEST(SessionX, PlaceForTokensIsThereOnlyInPlaceAndUnquantised) {
-    for (const Landing landing : {Landing::packed, Landing::padded, Landing::in_place})
+    for (const Landing landing : every_landing)
         for (const Format format : {Format::none, Format::int8_token}) {
             Options o = small_options();
             o.landing = landing;

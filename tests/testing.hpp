@@ -43,6 +43,11 @@ constexpr int64_t scaled(int64_t n) {
     return n / slowness > 0 ? n / slowness : 1;
 }
 
+// --------------------------------------------------------------------------------------------------------------- landings
+
+inline constexpr Landing every_landing[] = {Landing::packed,    Landing::padded,    Landing::in_place,
+                                            Landing::allgather, Landing::two_level, Landing::alltoallv};
+
 // -------------------------------------------------------------------------------------------------------------- watchdog
 
 /// Ends the process with the name of the test that hangs. An alarm and not a thread, so that tests may fork.

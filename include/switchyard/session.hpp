@@ -46,13 +46,17 @@ struct SY_API Group {
 
 /// Input of dispatch. Pointers may be null where there are no tokens.
 struct DispatchArgs {
-    const void* x = nullptr;              ///< [T,H] of options.dtype; rows are dense inside
-    int64_t tokens = 0;                   ///< T, 0..tokens_max; may differ between ranks
-    int64_t row_stride = 0;               ///< elements from one row of x to the next; 0 = hidden
-    const int32_t* topk_ids = nullptr;    ///< [T,K], 0..experts-1, or -1 for an unused slot
-    const float* topk_weights = nullptr;  ///< [T,K]; needed only with options.deliver_weights
-    uint64_t tag = 0;                     ///< if set, must be equal on all ranks: (layer, step), say
-    int64_t timeout_ms = 0;               ///< deadline of this call; 0 = the session's
+    const void* x = nullptr;               ///< [T,H] of options.dtype; rows are dense inside
+    int64_t tokens = 0;                    ///< T, 0..tokens_max; may differ between ranks
+    int64_t row_stride = 0;                ///< elements from one row of x to the next; 0 = hidden
+    const int32_t* topk_ids = nullptr;     ///< [T,K], 0..experts-1, or -1 for an unused slot
+    const float* topk_weights = nullptr;   ///< [T,K]; needed only with options.deliver_weights
+    uint64_t tag = 0;                      ///< if set, must be equal on all ranks: (layer, step), say
+    int64_t timeout_ms = 0;                ///< deadline of this call; 0 = the session's
+    const int64_t* send_counts = nullptr;  ///< [E] if set: rows this rank sends to each expert; what topk_ids do not say is a
+                                           ///< mismatch on all ranks
+    const int64_t* recv_counts = nullptr;  ///< [R] if set: rows this rank expects from each rank; anything else is a mismatch
+                                           ///< on all ranks that names the pair
 };
 
 /// Input of combine.
@@ -61,9 +65,12 @@ struct CombineArgs {
     const float* topk_weights = nullptr;  ///< [T,K] of the tokens dispatched; null = weight 1
     const void* shared = nullptr;         ///< [T,H] output of shared experts, added unweighted; null = none
     void* out = nullptr;                  ///< [T,H] of options.dtype, dense, written whole; may be null when T = 0
-    int64_t timeout_ms = 0;               ///< deadline of this call; 0 = the session's
-    int32_t* missing = nullptr;           ///< [T] if set: slots of each token that contributed nothing because their expert's
-                                          ///< rank has died (option partial)
+    void* rows = nullptr;        ///< instead of out: [T,K,H] of options.dtype, each slot's row as its expert left it (as
+                                 ///< combine_quant brings it), not summed: without topk_weights and shared. Unused
+                                 ///< slots are left alone
+    int64_t timeout_ms = 0;      ///< deadline of this call; 0 = the session's
+    int32_t* missing = nullptr;  ///< [T] if set: slots of each token that contributed nothing because their expert's
+                                 ///< rank has died (option partial)
 };
 
 /// Input of shrink.

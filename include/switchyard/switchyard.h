@@ -104,7 +104,15 @@ enum { SY_MX_FLOOR = 0, SY_MX_CEIL = 1 };
 enum { SY_MX_SATURATE = 0, SY_MX_INF = 1 };
 enum { SY_FP8_SCALE_F32 = 0, SY_FP8_SCALE_UE8M0 = 1 };
 enum { SY_NUMS_CUMSUM = 0, SY_NUMS_COUNT = 1 };
-enum { SY_LANDING_AUTO = 0, SY_LANDING_PACKED = 1, SY_LANDING_PADDED = 2, SY_LANDING_IN_PLACE = 3 };
+enum {
+    SY_LANDING_AUTO = 0,
+    SY_LANDING_PACKED = 1,
+    SY_LANDING_PADDED = 2,
+    SY_LANDING_IN_PLACE = 3,
+    SY_LANDING_ALLGATHER = 4,
+    SY_LANDING_TWO_LEVEL = 5,
+    SY_LANDING_ALLTOALLV = 6
+};
 enum { SY_HUGE_PAGES_AUTO = 0, SY_HUGE_PAGES_NO = 1, SY_HUGE_PAGES_YES = 2 };
 enum { SY_COMBINE_AUTO = 0, SY_COMBINE_READ = 1, SY_COMBINE_PUSH = 2 };
 
@@ -151,8 +159,9 @@ typedef struct sy_options {
     int64_t simd;
     int64_t timeout_ms;
     int64_t huge_pages;
-    int64_t pin;       /* 0 = no, anything else = yes */
-    int64_t jitter_us; /* for tests */
+    int64_t pin;         /* 0 = no, anything else = yes */
+    int64_t jitter_us;   /* for tests */
+    int64_t group_ranks; /* of landing two_level; equal on all ranks, never changes a result; 0 = as the machine is built */
 } sy_options;
 
 /* One line of the table of options. The texts live as long as the library. */

@@ -63,6 +63,11 @@ std::vector<int> NumaMap::nodes_near(const std::vector<int>& cpus) const {
     return nodes;
 }
 
+int NumaMap::nodes() const {
+    if (!topology_) return 1;
+    return std::max(1, hwloc_get_nbobjs_by_type(static_cast<hwloc_topology_t>(topology_), HWLOC_OBJ_NUMANODE));
+}
+
 bool NumaMap::bind(void* start, size_t bytes, const std::vector<int>& nodes) const {
     if (!topology_ || nodes.empty()) return false;
     hwloc_bitmap_t nodeset = hwloc_bitmap_alloc();

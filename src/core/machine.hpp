@@ -28,6 +28,9 @@ class NumaMap {
     /// machine has one node: then there is nothing to choose.
     std::vector<int> nodes_near(const std::vector<int>& cpus) const;
 
+    /// How many there are; 1 when the machine does not tell.
+    int nodes() const;
+
     /// Asks the system to take the pages of this memory from those nodes, whoever touches them first. False on refusal.
     bool bind(void* start, size_t bytes, const std::vector<int>& nodes) const;
 

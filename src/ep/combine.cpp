@@ -14,7 +14,15 @@ Status check_combine(const Rank& rank, const Flight& flight, const CombineArgs& 
         return {Code::bad_input,
                 fmt::format("combine {}: rank {}: timeout_ms is {}; allowed: 0 (the session's) or milliseconds.", flight.epoch,
                             rank.me(), args.timeout_ms)};
-    if (flight.tokens > 0 && !args.out)
+    if (args.rows && (args.out || args.topk_weights || args.shared))
+        return {
+            Code::bad_input,
+            fmt::format("combine {}: rank {}: rows is set, and so is {}; rows are brought home as they are, or summed to out.",
+                        flight.epoch, rank.me(),
+                        args.out            ? "out"
+                        : args.topk_weights ? "topk_weights"
+                                            : "shared")};
+    if (flight.tokens > 0 && !args.out && !args.rows)
         return {Code::bad_input,
                 fmt::format("combine {}: rank {}: out is null with {} tokens.", flight.epoch, rank.me(), flight.tokens)};
     return {};
@@ -89,7 +97,9 @@ Progress CombineStep::poll(Rank& rank, Flight& flight, bool thorough) {
         return Progress::failed;
     }
     if (args_.missing) count_missing(flight, args_.missing);
-    if (rank.options.combine_path == CombinePath::push)
+    if (args_.rows)
+        bring_rows(rank, flight, args_);
+    else if (rank.options.combine_path == CombinePath::push)
         sum_home(rank, flight, args_);
     else
         sum_read(rank, flight, args_);

@@ -9,7 +9,7 @@ namespace switchyard::ep {
 using layout::Flag;
 using layout::Word;
 
-Status check_dispatch(const Rank& rank, const Flight& flight, const DispatchArgs& args) {
+Status check_dispatch(const Rank& rank, Flight& flight, const DispatchArgs& args) {
     const layout::WindowShape& s = rank.window.shape;
     const auto bad = [&](std::string text) { return Status(Code::bad_input, fmt::format("rank {}: {}", rank.me(), text)); };
     if (args.tokens < 0 || args.tokens > s.tokens_max)
@@ -20,12 +20,16 @@ Status check_dispatch(const Rank& rank, const Flight& flight, const DispatchArgs
     if (args.row_stride != 0 && (args.row_stride < s.hidden || args.row_stride > stride_max))
         return bad(fmt::format("row_stride is {} elements; allowed: 0 (dense), or {} (hidden) to {}.", args.row_stride,
                                s.hidden, stride_max));
-    if (args.tokens == 0) return {};
-    if (!args.x) return bad(fmt::format("x is null with {} tokens.", args.tokens));
-    if (!args.topk_ids) return bad(fmt::format("topk_ids is null with {} tokens.", args.tokens));
-    if (s.weights && !args.topk_weights)
+    for (int p = 0; args.recv_counts && p < rank.ranks(); ++p)
+        if (args.recv_counts[p] < 0 || args.recv_counts[p] > s.tokens_max * s.topk)
+            return bad(fmt::format("recv_counts[{}] is {}; a rank can send 0..{} rows (tokens_max * topk).", p,
+                                   args.recv_counts[p], s.tokens_max * s.topk));
+    if (args.tokens == 0 && !args.send_counts) return {};
+    if (args.tokens > 0 && !args.x) return bad(fmt::format("x is null with {} tokens.", args.tokens));
+    if (args.tokens > 0 && !args.topk_ids) return bad(fmt::format("topk_ids is null with {} tokens.", args.tokens));
+    if (args.tokens > 0 && s.weights && !args.topk_weights)
         return bad(fmt::format("topk_weights is null with {} tokens; option deliver_weights needs it.", args.tokens));
-    if (s.in_place && s.dispatch == Format::none) {
+    if (rank.options.landing == Landing::in_place && s.dispatch == Format::none) {
         // Workers copy tokens into the x place at the same time; from inside it they would overtake each other.
         const auto* x = static_cast<const std::byte*>(args.x);
         const std::byte* place = rank.own(rank.window.slot(flight.slot) + rank.window.x);
@@ -40,6 +44,13 @@ Status check_dispatch(const Rank& rank, const Flight& flight, const DispatchArgs
     if (const int64_t i = find_bad_id(args.topk_ids, n, s.experts); i < n)
         return bad(fmt::format("topk_ids[{}][{}] is {}; experts are 0..{}, or -1 for an unused slot.", i / s.topk, i % s.topk,
                                args.topk_ids[i], s.experts - 1));
+    if (args.send_counts) {
+        count_rows(args.topk_ids, n, flight.next);
+        for (int64_t e = 0; e < s.experts; ++e)
+            if (args.send_counts[e] != flight.next[static_cast<size_t>(e)])
+                return {Code::mismatch, fmt::format("rank {}: send_counts[{}] is {}, but topk_ids name that expert {} times.",
+                                                    rank.me(), e, args.send_counts[e], flight.next[static_cast<size_t>(e)])};
+    }
     if (rank.generation == 0 || rank.options.partial) return {};
     for (int64_t i = 0; i < n; ++i) {
         const int32_t e = args.topk_ids[i];
@@ -93,7 +104,7 @@ Progress DispatchStep::poll(Rank& rank, Flight& flight, bool thorough) {
     }
 }
 
-// My counts, or my refusal. With padded and in_place landing the rows need no counts of others, and go out with mine.
+// My counts, or my refusal. With most landings the rows need no counts of others, and go out with mine.
 void DispatchStep::after_gate(Rank& rank, Flight& flight) {
     const Landing landing = rank.options.landing;
     rank.edge(Edge::slot_free, flight.epoch);
@@ -102,9 +113,9 @@ void DispatchStep::after_gate(Rank& rank, Flight& flight) {
         send_reason(rank, flight, verdict_);  // model: refuse_reason
     else if (landing == Landing::padded)
         send_cells(rank, flight, args_);
-    else if (landing == Landing::in_place)
-        offer_in_place(rank, flight, args_);
-    const bool counts_first = landing == Landing::packed;
+    else if (rows_lie_apart(landing))
+        offer_tokens(rank, flight, args_);
+    const bool counts_first = waits_for_counts(landing);
     const Flag flag = counts_first ? Flag::counted : Flag::arrived;
     // model: raise_counted
     raise_all(rank, flag, flight.slot, Word::of(flight.epoch, static_cast<uint32_t>(verdict_.code()), rank.me()));
@@ -118,8 +129,9 @@ Progress DispatchStep::after_counts(Rank& rank, Flight& flight) {
     rank.edge(Edge::counts_in, flight.epoch);
     if (await_.refuser() >= 0) return refused(rank, flight);
     if (Status s = take_counts(rank, flight, args_.tag); !s.ok()) return end(rank, flight, std::move(s), no_culprit);
+    if (rank.options.landing == Landing::alltoallv) send_blocks(rank, flight, args_);
     fill_places(rank, flight, args_.topk_ids);
-    send_rows(rank, flight, args_);
+    if (rank.options.landing == Landing::packed) send_rows(rank, flight, args_);
     for (int p = 0; p < rank.ranks(); ++p) {
         nothing_to_[static_cast<size_t>(p)] = flight.rows_between(rank.me(), p) == 0;
         nothing_from_[static_cast<size_t>(p)] = flight.rows_between(p, rank.me()) == 0;
@@ -128,7 +140,7 @@ Progress DispatchStep::after_counts(Rank& rank, Flight& flight) {
     raise_all(rank, Flag::arrived, flight.slot, Word::of(flight.epoch, 0, rank.me()), nothing_to_.data());
     rank.edge(Edge::rows_out, flight.epoch);
     fill_results(rank, flight);
-    write_pad_rows(rank, flight);
+    write_pad_rows(rank, flight);  // before packed rows of others are awaited: nobody else writes these
     // model: await_arrived
     await_.begin(rank, flight, Flag::arrived, nothing_from_.data(), rank.options.partial ? flight.lost.data() : nullptr);
     phase_ = Phase::rows;
@@ -137,16 +149,19 @@ Progress DispatchStep::after_counts(Rank& rank, Flight& flight) {
 
 Progress DispatchStep::after_rows(Rank& rank, Flight& flight) {
     rank.edge(Edge::rows_in, flight.epoch);
-    if (rank.options.landing != Landing::packed) {
+    const Landing landing = rank.options.landing;
+    if (!waits_for_counts(landing)) {
         if (await_.refuser() >= 0) return refused(rank, flight);
         if (Status s = take_counts(rank, flight, args_.tag); !s.ok()) return end(rank, flight, std::move(s), no_culprit);
         fill_places(rank, flight, args_.topk_ids);
         fill_results(rank, flight);
-        if (rank.options.landing == Landing::padded)
-            close_gaps(rank, flight);
+        if (landing == Landing::padded)
+            place_cells(rank, flight);
         else if (Status s = find_sources(rank, flight); !s.ok())
             return end(rank, flight, std::move(s), no_culprit);
         write_pad_rows(rank, flight);
+    } else if (landing == Landing::alltoallv) {
+        place_blocks(rank, flight);
     }
     for (int p = 0; p < rank.ranks(); ++p)
         if (flight.lost[static_cast<size_t>(p)]) blank_rows_of(rank, flight, p);
@@ -190,7 +205,7 @@ void DispatchStep::abandon(Rank& rank, Flight& flight) {
 void DispatchStep::give_up(Rank& rank, Flight& flight, int64_t waited_ms) {
     std::string owed;
     const int first = await_.first_awaited();
-    if (phase_ == Phase::rows && rank.options.landing == Landing::packed && first >= 0)
+    if (phase_ == Phase::rows && waits_for_counts(rank.options.landing) && first >= 0)
         owed = fmt::format(" Rank {} owes {} rows.", first, flight.rows_between(first, rank.me()));
     const Status why(Code::timed_out,
                      fmt::format("dispatch {} timed out on rank {} after {} ms waiting for {}.{} Raise timeout_ms if that rank "

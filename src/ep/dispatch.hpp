@@ -51,6 +51,6 @@ class DispatchStep {
 };
 
 /// What is wrong with this rank's input, naming token, slot, value found and allowed.
-Status check_dispatch(const Rank& rank, const Flight& flight, const DispatchArgs& args);
+Status check_dispatch(const Rank& rank, Flight& flight, const DispatchArgs& args);
 
 }  // namespace switchyard::ep

@@ -161,7 +161,10 @@ layout::WindowShape shape_of(const Options& o, int64_t ranks) {
             .weights = o.deliver_weights,
             .padded = o.landing == Landing::padded,
             .push = o.combine_path != CombinePath::read,
-            .in_place = o.landing == Landing::in_place};
+            .blocks = o.landing == Landing::alltoallv,
+            .sources = o.landing == Landing::in_place ? 1
+                       : rows_lie_apart(o.landing)    ? ranks
+                                                      : 0};
 }
 
 Rank::Rank(Transport& link_in, const layout::Window& window_in, const quant::Kernels& kernels_in, Workers& workers_in,
@@ -172,6 +175,8 @@ Rank::Rank(Transport& link_in, const layout::Window& window_in, const quant::Ker
       workers(workers_in),
       options(options_in),
       placement(Placement::contiguous(link_in.size(), options_in.experts)) {
+    if (options.landing == Landing::in_place) options.group_ranks = link.size();
+    if (options.landing == Landing::allgather || options.group_ranks < 1) options.group_ranks = 1;
     base.resize(static_cast<size_t>(link.size()));
     left.resize(static_cast<size_t>(link.size()));
     const auto row = static_cast<size_t>(std::max(window.cell.stride, window.home_row.stride));
@@ -202,7 +207,16 @@ Status Rank::connect() {
     };
     if (options.combine_path == CombinePath::read && !all_reachable) return refuse("combine_path is read", "push");
     if (options.landing == Landing::in_place && !all_reachable) return refuse("landing is in_place", "packed");
+    if (options.landing == Landing::two_level && !all_reachable) return refuse("landing is two_level", "packed");
     return {};
+}
+
+Rank::Holder Rank::holder_of(int source, int reader) const {
+    const int group = group_of(reader);
+    if (group == group_of(source)) return {source, window.shape.sources == 1 ? 0 : source};
+    const auto size = static_cast<int>(options.group_ranks);
+    const int first = group * size;
+    return {first + source % std::min(size, ranks() - first), source};  // spread over the group
 }
 
 void Flight::allocate(Rank& of) {
@@ -212,6 +226,7 @@ void Flight::allocate(Rank& of) {
     const auto experts = static_cast<size_t>(s.experts);
     const auto local = static_cast<size_t>(of.placement.of_rank[static_cast<size_t>(of.me())].count());
     counts.resize(ranks * experts);
+    expected.resize(ranks * ranks);
     source_tokens.resize(ranks);
     expert_first.resize(experts);
     rows_of.resize(ranks);
@@ -223,6 +238,7 @@ void Flight::allocate(Rank& of) {
     places.resize(static_cast<size_t>(s.tokens_max * s.topk));
     next.resize(experts);
     ends.resize(experts);
+    if (rows_lie_apart(of.options.landing)) groups_seen.resize(static_cast<size_t>(of.workers.count()) * ranks);
     expert_token_nums.resize(local);
     expert_offsets.resize(local + 1);
     ep_recv_count.resize(local * ranks);
@@ -242,20 +258,27 @@ void send_counts(Rank& rank, Flight& flight, const DispatchArgs& args) {
     const std::span<int32_t> mine(flight.counts.data() + me * experts, experts);
     count_rows(args.topk_ids, args.tokens * w.shape.topk, mine);
 
-    const layout::CountHead head{flight.epoch, args.tag, args.tokens, {}};  // model: store_counts
+    const std::span<int32_t> expected(flight.expected.data() + me * static_cast<size_t>(rank.ranks()),
+                                      static_cast<size_t>(rank.ranks()));
+    for (size_t q = 0; q < expected.size(); ++q)
+        expected[q] = args.recv_counts ? static_cast<int32_t>(args.recv_counts[q]) : -1;
+
+    const layout::CountHead head{flight.epoch, args.tag, args.tokens, args.recv_counts != nullptr, {}};  // model: store_counts
     for (int p = 0; p < rank.ranks(); ++p) {
         const uint64_t at = w.count_row(flight.slot, rank.me());
         const Place head_place{p, at};
         const Place counts_place{p, at + sizeof head};
         rank.link.put({&head_place, 1}, &head, sizeof head);
         rank.link.put({&counts_place, 1}, mine.data(), mine.size_bytes());
+        const Place expected_place{p, at + sizeof head + mine.size_bytes()};
+        if (head.expects) rank.link.put({&expected_place, 1}, expected.data(), expected.size_bytes());
     }
 }
 
 Status take_counts(Rank& rank, Flight& flight, uint64_t tag) {
     const layout::Window& w = rank.window;
     const layout::WindowShape& s = w.shape;
-    const auto experts = static_cast<size_t>(s.experts);
+    const auto experts = static_cast<size_t>(s.experts), ranks = static_cast<size_t>(s.ranks);
     int first = -1;  // member: all ranks compare with its tag, and tell the same
     uint64_t first_tag = 0;
     const auto differs = [&](int q, uint64_t its) {
@@ -269,14 +292,20 @@ Status take_counts(Rank& rank, Flight& flight, uint64_t tag) {
             return tags_differ(flight, first, first_tag, q, tag);
         }
         int32_t* counts = flight.counts.data() + static_cast<size_t>(q) * experts;
+        int32_t* expected = flight.expected.data() + static_cast<size_t>(q) * ranks;
         if (!rank.is_member(q)) {
             std::fill(counts, counts + experts, 0);
+            std::fill(expected, expected + ranks, -1);
             flight.source_tokens[static_cast<size_t>(q)] = 0;
             continue;
         }
         layout::CountHead head;  // model: load_counts
         std::memcpy(&head, rank.own(w.count_row(flight.slot, q)), sizeof head);
         std::memcpy(counts, rank.own(w.count_row(flight.slot, q)) + sizeof head, 4 * experts);
+        if (head.expects)
+            std::memcpy(expected, rank.own(w.count_row(flight.slot, q)) + sizeof head + 4 * experts, 4 * ranks);
+        else
+            std::fill(expected, expected + ranks, -1);
 
         int64_t sum = 0;
         bool negative = false;
@@ -294,6 +323,14 @@ Status take_counts(Rank& rank, Flight& flight, uint64_t tag) {
         if (differs(q, head.tag)) return tags_differ(flight, first, first_tag, q, head.tag);
         flight.source_tokens[static_cast<size_t>(q)] = head.tokens;
     }
+    for (int to = 0; to < rank.ranks(); ++to)
+        for (int from = 0; from < rank.ranks(); ++from) {
+            const int32_t wanted = flight.expected[static_cast<size_t>(to) * ranks + static_cast<size_t>(from)];
+            if (wanted == -1 || wanted == flight.rows_between(from, to)) continue;
+            return {Code::mismatch,
+                    fmt::format("dispatch {}: rank {} sends {} rows to rank {}, which expects {} (recv_counts).", flight.epoch,
+                                from, flight.rows_between(from, to), to, wanted)};
+        }
     place_experts(rank.placement, flight.counts, rank.options.expert_alignment, flight.expert_first, flight.rows_of);
     for (int p = 0; p < rank.ranks(); ++p) {
         const int64_t rows = flight.rows_of[static_cast<size_t>(p)];
@@ -356,7 +393,12 @@ void send_cells(Rank& rank, Flight& flight, const DispatchArgs& args) {
     note_sent(rank, flight);
 }
 
-void close_gaps(Rank& rank, Flight& flight) {
+namespace {
+
+// Copies rows that lie apart in this window to expand_x and its companions, in order. cell_at(local expert, source): window
+// offset of the first of the rows of that expert from that source, which lie one behind the other.
+template <class CellAt>
+void place_received(Rank& rank, Flight& flight, CellAt cell_at) {
     const layout::Window& w = rank.window;
     const ExpertRange range = rank.placement.of_rank[static_cast<size_t>(rank.me())];
     const auto payload_bytes = static_cast<size_t>(w.row.payload_bytes);
@@ -372,8 +414,8 @@ void close_gaps(Rank& rank, Flight& flight) {
                 const int32_t count = flight.count(source, range.first + local);
                 int64_t row = flight.expert_first[static_cast<size_t>(range.first + local)];
                 for (int q = 0; q < source; ++q) row += flight.count(q, range.first + local);
-                for (int64_t i = 0; i < count; ++i, ++row) {
-                    const std::byte* cell = rank.own(w.cell_at(flight.slot, local, source, i));
+                const std::byte* cell = rank.own(cell_at(local, source));
+                for (int64_t i = 0; i < count; ++i, ++row, cell += w.cell.stride) {
                     const auto at = static_cast<size_t>(row);
                     move(slot + w.expand_x + at * payload_bytes, cell, payload_bytes);  // model: load_cells
                     if (scale_bytes) std::memcpy(slot + w.scales + at * scale_bytes, cell + w.cell.scales_at, scale_bytes);
@@ -385,51 +427,166 @@ void close_gaps(Rank& rank, Flight& flight) {
         [&](int64_t) { rank.kernels.fence(); });
 }
 
-void offer_in_place(Rank& rank, Flight& flight, const DispatchArgs& args) {
+}  // namespace
+
+void place_cells(Rank& rank, Flight& flight) {
+    place_received(rank, flight, [&](int64_t local, int source) { return rank.window.cell_at(flight.slot, local, source, 0); });
+}
+
+void send_blocks(Rank& rank, Flight& flight, const DispatchArgs& args) {
+    const layout::Window& w = rank.window;
+    const int64_t topk = w.shape.topk;
+    // Experts ascend with their owners, so rows by expert are rows by owner.
+    int32_t first = 0;
+    for (int64_t e = 0; e < w.shape.experts; ++e) {
+        flight.next[static_cast<size_t>(e)] = first;
+        first += flight.count(rank.me(), e);
+    }
+    number_rows(rank.placement, args.topk_ids, args.tokens * topk, flight.next, flight.places.data());
+    // Packing goes through the cache, which the next step reads.
+    const RowWriter pack(rank, 0);
+    each_row(rank, args, [&](int64_t t, int64_t k, const std::byte* payload, const std::byte* scales, const Info& info) {
+        const RowPlace place = flight.places[static_cast<size_t>(t * topk + k)];
+        pack.to_cell(rank.me(), w.block_out_at(flight.slot, place.row), payload, scales, info);
+    });
+
+    // This rank's own block first, then the next ranks', so that not everybody writes to rank 0 at once.
+    const auto stream = int64_t{first} * w.cell.stride >= stream_bytes_min;
+    uint64_t to_peers = 0;
+    for (int i = 0; i < rank.ranks(); ++i) {
+        const int p = (rank.me() + i) % rank.ranks();
+        int64_t out = 0, in = 0;
+        for (int q = 0; q < p; ++q) out += flight.rows_between(rank.me(), q);
+        for (int q = 0; q < rank.me(); ++q) in += flight.rows_between(q, p);
+        const int64_t rows = flight.rows_between(rank.me(), p);
+        if (rows == 0) continue;
+        const std::byte* from = rank.own(w.block_out_at(flight.slot, out));
+        const uint64_t to = w.block_in_at(flight.slot, in);
+        const auto stride = static_cast<size_t>(w.cell.stride);
+        if (p != rank.me()) to_peers += static_cast<uint64_t>(rows) * stride;
+        if (std::byte* window = rank.base[static_cast<size_t>(p)]) {
+            auto* move = stream ? rank.kernels.stream : rank.kernels.copy;
+            rank.workers.split(
+                rows, grain_of(rank, rows),
+                [&](int64_t, int64_t begin, int64_t end) {
+                    const size_t at = static_cast<size_t>(begin) * stride;
+                    move(window + to + at, from + at, static_cast<size_t>(end - begin) * stride);  // model: store_blocks
+                },
+                [&](int64_t) { rank.kernels.fence(); });
+        } else {
+            const Place place{p, to};
+            rank.link.put({&place, 1}, from, static_cast<size_t>(rows) * stride);
+        }
+    }
+    rank.stats.rows_sent += static_cast<uint64_t>(first);
+    rank.stats.bytes_sent += static_cast<uint64_t>(first) * static_cast<uint64_t>(w.cell.stride);
+    rank.stats.bytes_sent_peers += to_peers;
+}
+
+void place_blocks(Rank& rank, Flight& flight) {
+    const layout::Window& w = rank.window;
+    const ExpertRange range = rank.placement.of_rank[static_cast<size_t>(rank.me())];
+    place_received(rank, flight, [&](int64_t local, int source) {
+        int64_t before = 0;
+        for (int q = 0; q < source; ++q) before += flight.rows_between(q, rank.me());
+        for (int64_t e = range.first; e < range.first + local; ++e) before += flight.count(source, e);
+        return w.block_in_at(flight.slot, before);
+    });
+}
+
+void offer_tokens(Rank& rank, Flight& flight, const DispatchArgs& args) {
     const layout::Window& w = rank.window;
     const int64_t topk = w.shape.topk;
     const RowFormat format = rank.options.dispatch_format();
     const auto payload_bytes = static_cast<size_t>(w.row.payload_bytes);
     const auto scale_bytes = static_cast<size_t>(w.row.scale_bytes());
+    const auto ranks = static_cast<size_t>(rank.ranks());
     const int64_t stride = (args.row_stride ? args.row_stride : w.shape.hidden) * layout::token_bytes(w.shape.token);
     const auto* from = static_cast<const std::byte*>(args.x);
     const uint64_t slot = w.slot(flight.slot);
-    std::byte* x = rank.own(slot + w.x);
-    std::byte* scales = rank.own(slot + w.x_scales);
-
-    int64_t written = 0;
+    const uint64_t own_token = w.x_token(rank.holder_of(rank.me(), rank.me()).copy);
+    std::byte* x = rank.own(slot + w.x + own_token * payload_bytes);
+    std::byte* scales = rank.own(slot + w.x_scales + own_token * scale_bytes);
     const bool there = from == x && (args.tokens <= 1 || stride == w.row.payload_bytes) && format.format == Format::none;
-    if (!there) {
-        std::atomic<int64_t> tokens{0};
-        rank.workers.split(
-            args.tokens, grain_of(rank, args.tokens),
-            [&](int64_t, int64_t first, int64_t last) {
-                int64_t mine = 0;
-                for (int64_t t = first; t < last; ++t) {
-                    const int32_t* ids = args.topk_ids + t * topk;
-                    if (std::all_of(ids, ids + topk, [](int32_t id) { return id < 0; })) continue;
-                    const auto at = static_cast<size_t>(t);
+
+    // Encoded rows are made where this rank's own group reads them, and go on to other groups from there, out of the cache.
+    const bool plain = format.format == Format::none;
+    const int own_group = rank.group_of(rank.me());
+    const bool is_one_group = rank.options.group_ranks >= rank.ranks();
+    auto* move = args.tokens * w.row.payload_bytes >= stream_bytes_min ? rank.kernels.stream : rank.kernels.copy;
+    // By a store wherever there can be one: with two_level the readers are others than the holder, and a flag raised for them
+    // follows this rank's stores to every window, but its puts to theirs only.
+    const auto send = [&](int target, uint64_t offset, const void* data, size_t bytes) {
+        if (std::byte* window = rank.base[static_cast<size_t>(target)]) return move(window + offset, data, bytes);
+        const Place place{target, offset};
+        rank.link.put({&place, 1}, data, bytes);
+    };
+    std::fill(flight.groups_seen.begin(), flight.groups_seen.end(), 0);
+    std::atomic<int64_t> kept{0}, sent{0};
+    rank.workers.split(
+        args.tokens, grain_of(rank, args.tokens),
+        [&](int64_t worker, int64_t first, int64_t last) {
+            const std::span<int32_t> seen(flight.groups_seen.data() + static_cast<size_t>(worker) * ranks, ranks);
+            int64_t kept_here = 0, sent_here = 0;
+            for (int64_t t = first; t < last; ++t) {
+                const int32_t* ids = args.topk_ids + t * topk;
+                const auto at = static_cast<size_t>(t);
+                const std::byte* row = from + t * stride;
+                bool is_kept = false;
+                const auto keep = [&] {
+                    if (is_kept) return;
+                    is_kept = true;
                     // model: store_x
-                    if (format.format == Format::none)
-                        rank.kernels.copy(x + at * payload_bytes, from + t * stride, payload_bytes);
-                    else
-                        rank.kernels.encode(format, w.shape.token, from + t * stride, w.shape.hidden, x + at * payload_bytes,
+                    if (!plain)
+                        rank.kernels.encode(format, w.shape.token, row, w.shape.hidden, x + at * payload_bytes,
                                             scales + at * scale_bytes);
-                    ++mine;
+                    else if (!there)
+                        rank.kernels.copy(x + at * payload_bytes, row, payload_bytes);
+                };
+                for (int64_t k = 0; k < topk; ++k) {
+                    if (ids[k] < 0) continue;
+                    if (is_one_group) {
+                        keep();
+                        kept_here += !there;
+                        break;
+                    }
+                    const int owner = rank.placement.owner[static_cast<size_t>(ids[k])];
+                    const int group = rank.group_of(owner);
+                    if (std::exchange(seen[static_cast<size_t>(group)], static_cast<int32_t>(t + 1)) == t + 1) continue;
+                    if (!plain || group == own_group) keep();
+                    if (group == own_group) {
+                        ++kept_here;
+                        continue;
+                    }
+                    const Rank::Holder to = rank.holder_of(rank.me(), owner);
+                    const uint64_t token = w.x_token(to.copy) + at;
+                    send(to.rank, slot + w.x + token * payload_bytes, plain ? row : x + at * payload_bytes, payload_bytes);
+                    if (scale_bytes)
+                        send(to.rank, slot + w.x_scales + token * scale_bytes, scales + at * scale_bytes, scale_bytes);
+                    ++sent_here;
                 }
-                tokens.fetch_add(mine, std::memory_order_relaxed);  // read after the workers have been joined
-            },
-            [](int64_t) {});
-        written = tokens.load(std::memory_order_relaxed);
-    }
+            }
+            kept.fetch_add(kept_here, std::memory_order_relaxed);  // read after the workers have been joined
+            sent.fetch_add(sent_here, std::memory_order_relaxed);
+        },
+        [&](int64_t) { rank.kernels.fence(); });
+
+    // The ids and weights whole, once to each group; they tell its ranks which tokens there are theirs.
     const auto slots = static_cast<size_t>(args.tokens * topk);
-    if (slots) std::memcpy(rank.own(slot + w.x_ids), args.topk_ids, 4 * slots);
-    if (slots && w.shape.weights) std::memcpy(rank.own(slot + w.x_weights), args.topk_weights, 4 * slots);
+    uint64_t to_peers = static_cast<uint64_t>(sent.load(std::memory_order_relaxed)) * (payload_bytes + scale_bytes);
+    for (int reader = 0; slots && reader < rank.ranks(); reader += static_cast<int>(rank.options.group_ranks)) {
+        const Rank::Holder to = rank.holder_of(rank.me(), reader);
+        send(to.rank, slot + w.x_ids + w.x_slot(to.copy) * 4, args.topk_ids, 4 * slots);
+        if (w.shape.weights) send(to.rank, slot + w.x_weights + w.x_slot(to.copy) * 4, args.topk_weights, 4 * slots);
+        if (to.rank != rank.me()) to_peers += slots * (w.shape.weights ? 8 : 4);
+    }
+    rank.kernels.fence();
 
     rank.stats.rows_sent +=
         static_cast<uint64_t>(std::count_if(args.topk_ids, args.topk_ids + slots, [](int32_t id) { return id >= 0; }));
-    rank.stats.bytes_sent += static_cast<uint64_t>(written * (w.row.payload_bytes + w.row.scale_bytes())) +
-                             slots * (w.shape.weights ? 8 : 4);  // none of it to a peer
+    rank.stats.bytes_sent_peers += to_peers;
+    rank.stats.bytes_sent += to_peers + slots * (w.shape.weights ? 8 : 4) +
+                             static_cast<uint64_t>(kept.load(std::memory_order_relaxed)) * (payload_bytes + scale_bytes);
 }
 
 Status find_sources(Rank& rank, Flight& flight) {
@@ -451,8 +608,10 @@ Status find_sources(Rank& rank, Flight& flight) {
             end[static_cast<size_t>(e)] += flight.count(q, e);
         }
         if (expected == 0) continue;
-        const std::byte* home = rank.base[static_cast<size_t>(q)] + slot;
-        const auto* ids = reinterpret_cast<const int32_t*>(home + w.x_ids);
+        const Rank::Holder holder = rank.holder_of(q, rank.me());
+        const std::byte* home = rank.base[static_cast<size_t>(holder.rank)] + slot;
+        const auto* ids = reinterpret_cast<const int32_t*>(home + w.x_ids) + w.x_slot(holder.copy);
+        const std::byte* its_weights = home + w.x_weights + w.x_slot(holder.copy) * 4;
         const auto slots = static_cast<uint32_t>(flight.source_tokens[static_cast<size_t>(q)] * w.shape.topk);
         const auto differs = [&] {
             return Status(Code::corrupt, fmt::format("dispatch {}: the topk_ids of rank {} are not those it counted. A process "
@@ -479,7 +638,7 @@ Status find_sources(Rank& rank, Flight& flight) {
                 const auto row = static_cast<size_t>(next[static_cast<size_t>(e)]++);
                 const int32_t info[3] = {q, static_cast<int32_t>(i / topk), static_cast<int32_t>(i % topk)};
                 std::memcpy(infos + row * 12, info, 12);
-                if (w.shape.weights) std::memcpy(weights + row * 4, home + w.x_weights + size_t{i} * 4, 4);
+                if (w.shape.weights) std::memcpy(weights + row * 4, its_weights + size_t{i} * 4, 4);
             }
             found += hit;
         }
@@ -499,8 +658,9 @@ Status find_row(const Flight& flight, int64_t row, ExpertBatch::Row* found) {
     if (source.pad()) {  // zeroes in this rank's own expand_x
         *found = {rank.own(slot + w.expand_x + at * payload_bytes), rank.own(slot + w.scales + at * scale_bytes)};
     } else if (is_dispatched(flight, source)) {
-        const std::byte* home = rank.base[static_cast<size_t>(source.rank)] + slot;
-        const auto token = static_cast<uint64_t>(source.token);
+        const Rank::Holder holder = rank.holder_of(source.rank, rank.me());
+        const std::byte* home = rank.base[static_cast<size_t>(holder.rank)] + slot;
+        const uint64_t token = w.x_token(holder.copy) + static_cast<uint64_t>(source.token);
         *found = {home + w.x + token * payload_bytes, home + w.x_scales + token * scale_bytes};  // model: load_x
     } else {
         return bad_source(flight, row, source);
@@ -510,7 +670,7 @@ Status find_row(const Flight& flight, int64_t row, ExpertBatch::Row* found) {
 }
 
 Status materialise(Rank& rank, Flight& flight) {
-    if (flight.materialised || rank.options.landing != Landing::in_place) return {};
+    if (flight.materialised || !rows_lie_apart(rank.options.landing)) return {};
     const layout::Window& w = rank.window;
     const auto payload_bytes = static_cast<size_t>(w.row.payload_bytes);
     const auto scale_bytes = static_cast<size_t>(w.row.scale_bytes());
@@ -707,6 +867,49 @@ void sum_home(Rank& rank, Flight& flight, const CombineArgs& args) {
     sum_rows(rank, flight, args, encoded,
              // model: load_home
              [&](RowPlace, int64_t token, int64_t k) { return rank.own(w.home_at(flight.slot, token, k)); });
+}
+
+void bring_rows(Rank& rank, Flight& flight, const CombineArgs& args) {
+    const layout::Window& w = rank.window;
+    const int64_t topk = w.shape.topk;
+    const auto bytes = static_cast<size_t>(w.shape.hidden * layout::token_bytes(w.shape.token));
+    const bool at_home = rank.options.combine_path == CombinePath::push;
+    const RowFormat wire = rank.options.combine_format();
+    const uint64_t y = w.slot(flight.slot) + w.y;
+    const int64_t slots = flight.tokens * topk;
+    std::atomic<int64_t> brought{0};
+    rank.workers.split(
+        slots, grain_of(rank, slots),
+        [&](int64_t, int64_t first, int64_t last) {
+            int64_t mine = 0;
+            for (int64_t i = first; i < last; ++i) {
+                const RowPlace place = flight.places[static_cast<size_t>(i)];
+                if (place.rank < 0 || flight.lost[static_cast<size_t>(place.rank)] != 0) continue;
+                const std::byte* row =
+                    at_home ? rank.own(w.home_at(flight.slot, i / topk, i % topk))
+                            : rank.base[static_cast<size_t>(place.rank)] + y + static_cast<size_t>(place.row) * bytes;
+                std::byte* to = static_cast<std::byte*>(args.rows) + static_cast<size_t>(i) * bytes;
+                ++mine;
+                if (wire.format == Format::none) {
+                    std::memcpy(to, row, bytes);
+                    continue;
+                }
+                const void* rows = row;
+                const void* scales = row + w.home_row.scales_at;
+                rank.kernels.combine({.token = w.shape.token,
+                                      .wire = wire,
+                                      .encoded = at_home,
+                                      .rows = &rows,
+                                      .scales = at_home ? &scales : nullptr,
+                                      .weights = nullptr,
+                                      .topk = 1,
+                                      .shared = nullptr},
+                                     w.shape.hidden, to);
+            }
+            brought.fetch_add(mine, std::memory_order_relaxed);  // read after the workers have been joined
+        },
+        [](int64_t) {});
+    if (!at_home) rank.stats.bytes_home += static_cast<uint64_t>(brought.load(std::memory_order_relaxed)) * bytes;
 }
 
 }  // namespace switchyard::ep

@@ -3,9 +3,11 @@
 // Rank    what every step of this rank works with: its windows, kernels, workers.
 // Flight  one dispatch/combine pair in its slot: the exchange, and the results handed to the caller. All memory at open.
 //
-// Dispatch moves rows out:   token --encode once--> row --write K times--> expand_x of the owners (packed) or their landing
-//                            cells (padded, closed up by close_gaps); in_place: one copy in this rank's own window, with the
-//                            ids, read there by the owners.
+// Dispatch moves rows out:   token --encode once--> row --write K times--> expand_x of the owners (packed), their landing
+//                            cells (padded), or blocks that move as a whole (alltoallv); the latter two are put in order by
+//                            place_cells, place_blocks.
+//                            Or once per token, with the ids, to where the owners read it: this rank's own window (in_place),
+//                            one window per group of ranks (two_level), every owner's (allgather).
 // Combine brings them home:  sum_read reads y where the experts wrote it; push_home writes it to home rows, sum_home sums them.
 #pragma once
 
@@ -82,6 +84,15 @@ struct Rank {
 
     bool is_member(int peer) const { return left[static_cast<size_t>(peer)] == 0; }
 
+    /// Whose window holds the tokens of `source` that the ranks of `reader`'s group read, and as which of its copies. Landings
+    /// in_place (all ranks are one group), two_level, allgather (each rank is one).
+    struct Holder {
+        int rank;
+        int64_t copy;
+    };
+    int group_of(int peer) const { return peer / static_cast<int>(options.group_ranks); }
+    Holder holder_of(int source, int reader) const;
+
     /// Allocates everything; the link need not be attached yet.
     Rank(Transport& link, const layout::Window& window, const quant::Kernels& kernels, Workers& workers,
          const Options& options);
@@ -111,18 +122,20 @@ struct Flight {
     Rank* rank = nullptr;
     uint64_t epoch = 0;
     uint64_t slot = 0;
-    bool materialised = false;  ///< in_place: expand_x and scales were copied out
+    bool materialised = false;  ///< rows that lie apart: expand_x and scales were copied out
     bool open = false;          ///< between a dispatch that succeeded and its combine or drop
     int64_t tokens = 0;
     int64_t rows = 0;  ///< received, pad rows included
 
     // The exchange
     std::vector<int32_t> counts;         ///< [R,E] rows from rank r to expert e, copied out of the slot and checked
+    std::vector<int32_t> expected;       ///< [R,R] rows that rank r expects from rank q; -1 where it says nothing
     std::vector<int64_t> source_tokens;  ///< [R] T of each rank
     std::vector<int64_t> expert_first;   ///< [E] first row of each expert at its owner
     std::vector<int64_t> rows_of;        ///< [R] rows each rank receives, pad rows included
     std::vector<RowPlace> places;        ///< [tokens_max * K] of my rows
     std::vector<int32_t> next, ends;     ///< [E] scratch
+    std::vector<int32_t> groups_seen;    ///< [workers][R] scratch: the last token that a group was sent, plus 1
 
     // With option partial
     std::vector<uint8_t> lost;      ///< [R] 1: ended in this epoch; nothing of it is awaited or read
@@ -148,12 +161,18 @@ void send_counts(Rank& rank, Flight& flight, const DispatchArgs& args);
 
 /// Copies the other ranks' count rows out of the slot and checks each number: they come from other processes. My own is not
 /// read back: my rows are placed by it, and must fit whatever others write here. corrupt names the rank. Then fills
-/// expert_first and rows_of. Tags that differ from mine are a mismatch, too many rows for a window capacity.
+/// expert_first and rows_of. Tags that differ and rows that are not expected are a mismatch, too many rows for a window
+/// capacity.
 Status take_counts(Rank& rank, Flight& flight, uint64_t tag);
 
 /// Fills places from counts; fills the results: what this rank receives.
 void fill_places(Rank& rank, Flight& flight, const int32_t* ids);
 void fill_results(Rank& rank, Flight& flight);
+
+/// Landings that place rows by the counts of all ranks, which are awaited first: packed, alltoallv.
+inline bool waits_for_counts(Landing landing) {
+    return landing == Landing::packed || landing == Landing::alltoallv;
+}
 
 /// packed: encodes each token once and writes it to the final places of its rows. Fenced when it returns.
 void send_rows(Rank& rank, Flight& flight, const DispatchArgs& args);
@@ -161,20 +180,31 @@ void send_rows(Rank& rank, Flight& flight, const DispatchArgs& args);
 /// padded: the same into the owners' landing cells; needs no counts of other ranks. Fills `places` with cell numbers.
 void send_cells(Rank& rank, Flight& flight, const DispatchArgs& args);
 /// padded: copies the cells that arrived to expand_x, scales, source info, weights, in order.
-void close_gaps(Rank& rank, Flight& flight);
+void place_cells(Rank& rank, Flight& flight);
 
-/// in_place: encodes each token once into this rank's own window, and lays its topk_ids beside. Needs no counts of other ranks.
-/// The tokens are not copied when args.x is that place (Session::x).
-void offer_in_place(Rank& rank, Flight& flight, const DispatchArgs& args);
-/// in_place: reads every rank's topk_ids where they lie and fills source info and weights of the rows they send here. corrupt
-/// names a rank whose ids are not those it counted.
+/// alltoallv: encodes each token once, packs its rows by owner, and moves each owner's block to it. Fenced when it returns.
+/// Uses `places`.
+void send_blocks(Rank& rank, Flight& flight, const DispatchArgs& args);
+/// alltoallv: copies the rows of the blocks that arrived to expand_x, scales, source info, weights, in order.
+void place_blocks(Rank& rank, Flight& flight);
+
+/// Landings whose rows are read where tokens lie, once for all the rows of a token: in_place, two_level, allgather.
+inline bool rows_lie_apart(Landing landing) {
+    return landing == Landing::in_place || landing == Landing::two_level || landing == Landing::allgather;
+}
+/// For these: encodes each token once and writes it to the window where each group with one of its experts reads it; lays the
+/// topk_ids beside. Needs no counts of other ranks. in_place copies nothing when args.x is that place (Session::x). Fenced.
+void offer_tokens(Rank& rank, Flight& flight, const DispatchArgs& args);
+/// Reads every rank's topk_ids where they lie and fills source info and weights of the rows they send here. corrupt names a
+/// rank whose ids are not those it counted.
 Status find_sources(Rank& rank, Flight& flight);
-/// in_place: the row's payload and scales at its home. corrupt when the source info, which another rank wrote, points nowhere.
+/// The row's payload and scales where its token lies. corrupt when the source info, which another rank wrote, points nowhere.
 Status find_row(const Flight& flight, int64_t row, ExpertBatch::Row* found);
-/// in_place: copies all rows to expand_x and scales, once.
+/// Copies all rows to expand_x and scales, once.
 Status materialise(Rank& rank, Flight& flight);
 
-/// packed: the rows that `source`, which has ended, may have left half written become rows of zeroes that nobody sent.
+/// packed, alltoallv: the rows that `source`, which has ended, may have left half written become rows of zeroes that nobody
+/// sent.
 void blank_rows_of(Rank& rank, Flight& flight, int source);
 
 /// topk_ids with the experts of ranks that are no longer members made unused; counts them per token in flight.missing.
@@ -192,5 +222,7 @@ Status push_home(Rank& rank, Flight& flight, const void* y);
 /// Sums the rows of my tokens: read where the experts wrote them, or from my home rows.
 void sum_read(Rank& rank, Flight& flight, const CombineArgs& args);
 void sum_home(Rank& rank, Flight& flight, const CombineArgs& args);
+/// Copies the rows of my slots to args.rows, from the same places.
+void bring_rows(Rank& rank, Flight& flight, const CombineArgs& args);
 
 }  // namespace switchyard::ep

@@ -17,7 +17,8 @@ constexpr Window sample = window_of({.ranks = 2,
                                      .weights = false,
                                      .padded = false,
                                      .push = false,
-                                     .in_place = false});
+                                     .blocks = false,
+                                     .sources = 0});
 static_assert(sample.row.payload_bytes == 7168 && sample.row.scale_count == 224);
 static_assert(sample.bytes == sample.slots + 2 * sample.slot_bytes && sample.slots % page_bytes == 0);
 
@@ -36,7 +37,8 @@ constexpr Window huge = window_of({.ranks = ranks_max,
                                    .weights = true,
                                    .padded = true,
                                    .push = true,
-                                   .in_place = true});
+                                   .blocks = true,
+                                   .sources = ranks_max});
 static_assert(huge.bytes == Region::limit_exceeded);
 
 }  // namespace switchyard::layout

@@ -47,12 +47,14 @@ struct Reason {
 };
 static_assert(sizeof(Reason) == 512);
 
-/// Head of a count row; i32 counts [E] follow. The sender's rows for every expert of the group.
+/// Head of a count row; i32 counts [E] follow, the sender's rows for every expert of the group, and then, if it expects some,
+/// i32 [R], those that it expects from every rank.
 struct CountHead {
     uint64_t epoch;
-    uint64_t tag;    ///< the caller's, 0 = none; must be equal on all ranks
-    int64_t tokens;  ///< T of the sender
-    uint64_t reserved[5];
+    uint64_t tag;      ///< the caller's, 0 = none; must be equal on all ranks
+    int64_t tokens;    ///< T of the sender
+    uint64_t expects;  ///< 1: the last R numbers are there
+    uint64_t reserved[4];
 };
 static_assert(sizeof(CountHead) == 64);
 

@@ -2,7 +2,8 @@
 //
 //   header | bell | member lines [R] | flag lines [D][R] | reasons [2][D][R] | slot 0 | slot 1 | ...
 //   slot:    count rows [R] | expand_x [rows] | scales [rows] | source info [rows] | weights [rows] | y [rows]
-//            | home rows [tokens_max * K] | landing cells [L][R][tokens_max * K] | x rows [tokens_max], x scales [tokens_max]
+//            | home rows [tokens_max * K] | landing cells [L][R][tokens_max * K] | blocks out [tokens_max * K], in [rows]
+//            | x rows [S][tokens_max], x scales, x ids, x weights: tokens of S ranks
 //
 // The first line depends on ranks and depth only. Every rank's window has the same layout. Slots and their parts start on
 // pages. Constant arithmetic only, for host and device.
@@ -15,7 +16,7 @@
 namespace switchyard::layout {
 
 inline constexpr uint64_t window_magic = 0x4452415943545753;  // "SWTCYARD" in memory order
-inline constexpr uint32_t window_version = 2;
+inline constexpr uint32_t window_version = 3;
 inline constexpr uint64_t page_bytes = 4096;
 inline constexpr uint64_t line_bytes = 64;
 
@@ -32,10 +33,11 @@ struct WindowShape {
     TokenType token;
     Format dispatch;
     Format combine;
-    bool weights;   ///< topk weights travel with the rows
-    bool padded;    ///< landing cells exist
-    bool push;      ///< home rows exist
-    bool in_place;  ///< x rows exist
+    bool weights;     ///< topk weights travel with the rows
+    bool padded;      ///< landing cells exist
+    bool push;        ///< home rows exist
+    bool blocks;      ///< blocks exist
+    int64_t sources;  ///< S, ranks whose tokens there is room for: 1 (the owner's), all, or 0: x rows do not exist
 };
 
 /// First page of a window, written by its owner when the session opens.
@@ -47,10 +49,11 @@ struct WindowHeader {
     int64_t process;  ///< process id of the owner, as it sees itself
     int32_t rank;
     int32_t token, dispatch, combine;
-    int32_t weights, padded, push, in_place;
+    int32_t weights, padded, push, blocks;
+    int64_t sources;
     int64_t ranks, depth, experts, experts_per_rank, hidden, topk, tokens_max, rows_max;
 };
-static_assert(sizeof(WindowHeader) == 128 && sizeof(WindowHeader) <= page_bytes);
+static_assert(sizeof(WindowHeader) == 136 && sizeof(WindowHeader) <= page_bytes);
 
 /// One row in a landing cell: payload, scales, source info (rank, token, k, weight bits), padded to a line.
 struct CellRow {
@@ -86,7 +89,8 @@ struct Window {
     int64_t cell_rows;  ///< rows of one (expert, source) cell: every row a source can send
 
     uint64_t bell, members, flags, reasons, decision, offers, slots;
-    uint64_t counts, count_stride, expand_x, scales, source_info, weights, y, home, landing, x, x_scales, x_ids, x_weights;
+    uint64_t counts, count_stride, expand_x, scales, source_info, weights, y, home, landing, blocks_out, blocks_in;
+    uint64_t x, x_scales, x_ids, x_weights;
     uint64_t slot_bytes;
     uint64_t bytes;  ///< of the whole window; Region::limit_exceeded when no address space could hold it
 
@@ -115,6 +119,16 @@ struct Window {
         const int64_t n = (expert * shape.ranks + source) * cell_rows + index;
         return slot(slot_index) + landing + static_cast<uint64_t>(n * cell.stride);
     }
+    /// The `index`th row of a block that leaves, or has come.
+    SY_HD constexpr uint64_t block_out_at(uint64_t slot_index, int64_t index) const {
+        return slot(slot_index) + blocks_out + static_cast<uint64_t>(index * cell.stride);
+    }
+    SY_HD constexpr uint64_t block_in_at(uint64_t slot_index, int64_t index) const {
+        return slot(slot_index) + blocks_in + static_cast<uint64_t>(index * cell.stride);
+    }
+    /// First token, and first slot (token, k), of the `copy`th rank whose tokens lie in this window.
+    SY_HD constexpr uint64_t x_token(int64_t copy) const { return static_cast<uint64_t>(copy * shape.tokens_max); }
+    SY_HD constexpr uint64_t x_slot(int64_t copy) const { return static_cast<uint64_t>(copy * cell_rows); }
     /// Home row of slot `k` of `token`.
     SY_HD constexpr uint64_t home_at(uint64_t slot_index, int64_t token, int64_t k) const {
         return slot(slot_index) + home + static_cast<uint64_t>((token * shape.topk + k) * home_row.stride);
@@ -136,8 +150,9 @@ SY_HD constexpr Window window_of(const WindowShape& s) {
     const auto rows = static_cast<uint64_t>(s.rows_max);
 
     Region slot;
-    w.count_stride = line_bytes * static_cast<uint64_t>(ceil_div(static_cast<int64_t>(sizeof(CountHead)) + 4 * s.experts,
-                                                                 static_cast<int64_t>(line_bytes)));
+    w.count_stride =
+        line_bytes * static_cast<uint64_t>(ceil_div(static_cast<int64_t>(sizeof(CountHead)) + 4 * (s.experts + s.ranks),
+                                                    static_cast<int64_t>(line_bytes)));
     w.counts = slot.take(ranks, w.count_stride, page_bytes);
     w.expand_x = slot.take(rows, static_cast<uint64_t>(w.row.payload_bytes), page_bytes);
     w.scales = slot.take(rows, static_cast<uint64_t>(w.row.scale_bytes()), page_bytes);
@@ -149,11 +164,15 @@ SY_HD constexpr Window window_of(const WindowShape& s) {
     Region cells;
     cells.take(static_cast<uint64_t>(s.padded ? w.cell_rows : 0), static_cast<uint64_t>(w.cell.stride), 1);
     w.landing = slot.take(s.padded ? ranks * static_cast<uint64_t>(s.experts_per_rank) : 0, cells.bytes(), page_bytes);
-    const uint64_t tokens = s.in_place ? static_cast<uint64_t>(s.tokens_max) : 0;
+    const auto stride = static_cast<uint64_t>(w.cell.stride);
+    w.blocks_out = slot.take(s.blocks ? static_cast<uint64_t>(w.cell_rows) : 0, stride, page_bytes);
+    w.blocks_in = slot.take(s.blocks ? rows : 0, stride, page_bytes);
+    const auto tokens = static_cast<uint64_t>(s.sources * s.tokens_max);
+    const auto token_slots = static_cast<uint64_t>(s.sources * w.cell_rows);
     w.x = slot.take(tokens, static_cast<uint64_t>(w.row.payload_bytes), page_bytes);
     w.x_scales = slot.take(tokens, static_cast<uint64_t>(w.row.scale_bytes()), page_bytes);
-    w.x_ids = slot.take(s.in_place ? static_cast<uint64_t>(w.cell_rows) : 0, 4, page_bytes);
-    w.x_weights = slot.take(s.in_place && s.weights ? static_cast<uint64_t>(w.cell_rows) : 0, 4, page_bytes);
+    w.x_ids = slot.take(token_slots, 4, page_bytes);
+    w.x_weights = slot.take(s.weights ? token_slots : 0, 4, page_bytes);
     slot.take(0, 0, page_bytes);
     w.slot_bytes = slot.bytes();
 
@@ -185,7 +204,8 @@ constexpr WindowHeader header_of(const Window& w, int rank, int64_t process) {
             .weights = s.weights,
             .padded = s.padded,
             .push = s.push,
-            .in_place = s.in_place,
+            .blocks = s.blocks,
+            .sources = s.sources,
             .ranks = s.ranks,
             .depth = s.depth,
             .experts = s.experts,

@@ -345,7 +345,7 @@ inline start(kind) {                                     /* first bytes of my st
 }
 // label send_reason = src/ep/flags.cpp send_reason
 inline write_reason() { start(GONE); reason = true }
-// label store_x = src/ep/exchange.cpp offer_in_place
+// label store_x = src/ep/exchange.cpp offer_tokens
 inline start_x() {                                       /* the caller, or a copy of its tokens, writes the x place */
 #ifdef IN_PLACE
 	X(me) = TORN
@@ -469,6 +469,7 @@ dispatch:
 #ifndef PADDED
 	// label load_counts = src/ep/exchange.cpp take_counts
 	// label store_rows = src/ep/exchange.cpp send_rows
+	// label store_blocks = src/ep/exchange.cpp send_blocks
 	start(ARRIVED);
 	// label raise_arrived = src/ep/dispatch.cpp DispatchStep::after_counts
 	raise(ARRIVED, OK);
@@ -495,7 +496,7 @@ finish:
 	start(RETURNED);
 #endif
 #ifndef READ_AFTER_RETURNED
-	// label load_cells = src/ep/exchange.cpp close_gaps
+	// label load_cells = src/ep/exchange.cpp place_received
 	// label load_x = src/ep/exchange.cpp find_row
 	// label load_x_materialise = src/ep/exchange.cpp materialise
 	all_seen(ARRIVED);                                       /* rows and counts were read until now */

@@ -1,0 +1,375 @@
+// The exchange by itself: items of several payloads as rows of bytes in a session. Waits and throws only through it.
+#include "switchyard/exchange.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace switchyard {
+namespace {
+
+[[noreturn]] void refuse(Code code, std::string text) {
+    throw Error(Status(code, std::move(text)));
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------------------------- building blocks
+
+void count_experts(std::span<const int32_t> indices, std::span<int64_t> counts) {
+    std::fill(counts.begin(), counts.end(), 0);
+    for (size_t i = 0; i < indices.size(); ++i) {
+        const int32_t e = indices[i];
+        if (e == -1) continue;
+        if (e < 0 || static_cast<size_t>(e) >= counts.size())
+            refuse(Code::bad_input,
+                   fmt::format("count_experts: indices[{}] is {}; experts are 0..{}, or -1 for an unused index.", i, e,
+                               static_cast<int64_t>(counts.size()) - 1));
+        ++counts[static_cast<size_t>(e)];
+    }
+}
+
+void offsets_of(std::span<const int64_t> counts, std::span<int64_t> offsets) {
+    if (offsets.size() != counts.size() + 1)
+        refuse(Code::bad_input, fmt::format("offsets_of: {} counts and room for {} offsets; expected {}.", counts.size(),
+                                            offsets.size(), counts.size() + 1));
+    offsets[0] = 0;
+    for (size_t e = 0; e < counts.size(); ++e) {
+        if (counts[e] < 0 || __builtin_add_overflow(offsets[e], counts[e], &offsets[e + 1]))
+            refuse(Code::bad_input,
+                   fmt::format("offsets_of: counts[{}] is {}; expected counts from 0 whose sum fits 63 bits.", e, counts[e]));
+    }
+}
+
+void permutation_of(std::span<const int32_t> indices, std::span<const int64_t> offsets, std::span<int64_t> permutation) {
+    if (offsets.empty() || offsets.back() != static_cast<int64_t>(permutation.size()))
+        refuse(Code::bad_input, fmt::format("permutation_of: offsets end at {} and the permutation has {} places.",
+                                            offsets.empty() ? 0 : offsets.back(), permutation.size()));
+    std::vector<int64_t> next(offsets.begin(), offsets.end() - 1);
+    for (size_t i = 0; i < indices.size(); ++i) {
+        const int32_t e = indices[i];
+        if (e == -1) continue;
+        if (e < 0 || static_cast<size_t>(e) >= next.size() || next[static_cast<size_t>(e)] < offsets[static_cast<size_t>(e)] ||
+            next[static_cast<size_t>(e)] >= offsets[static_cast<size_t>(e) + 1])
+            refuse(Code::bad_input,
+                   fmt::format("permutation_of: indices[{}] is {}, for which the offsets have no place (left).", i, e));
+        permutation[static_cast<size_t>(next[static_cast<size_t>(e)]++)] = static_cast<int64_t>(i);
+    }
+    for (size_t e = 0; e < next.size(); ++e)
+        if (next[e] != offsets[e + 1])
+            refuse(Code::bad_input, fmt::format("permutation_of: expert {} has {} indices; by the offsets, {}.", e,
+                                                next[e] - offsets[e], offsets[e + 1] - offsets[e]));
+}
+
+void reorder(const void* from, int64_t items, int64_t row_bytes, std::span<const int64_t> permutation, int64_t repeat,
+             void* to) {
+    if (items < 0 || row_bytes < 0 || repeat < 1)
+        refuse(Code::bad_input, fmt::format("reorder: {} items of {} bytes, repeat {}; expected items and bytes from 0, repeat "
+                                            "from 1.",
+                                            items, row_bytes, repeat));
+    const auto bytes = static_cast<size_t>(row_bytes);
+    for (size_t i = 0; i < permutation.size(); ++i) {
+        const int64_t item = permutation[i] / repeat;
+        if (permutation[i] < 0 || item >= items)
+            refuse(Code::bad_input, fmt::format("reorder: permutation[{}] is {}; there are {} items of {} indices.", i,
+                                                permutation[i], items, repeat));
+        std::memcpy(static_cast<std::byte*>(to) + i * bytes,
+                    static_cast<const std::byte*>(from) + static_cast<size_t>(item) * bytes, bytes);
+    }
+}
+
+// -------------------------------------------------------------------------------------------------------------- exchange
+
+namespace {
+
+// Where each payload lies in a row. One payload fills it (to an even number of bytes); several begin at multiples of 16.
+struct RowParts {
+    std::vector<int64_t> at;
+    int64_t bytes = 0;
+
+    explicit RowParts(const std::vector<int64_t>& payload_bytes) {
+        for (const int64_t size : payload_bytes) {
+            at.push_back(bytes);
+            bytes += payload_bytes.size() == 1 ? (size + 1) / 2 * 2 : (size + 15) / 16 * 16;
+        }
+    }
+};
+
+// The longest row a session can have: its columns are 2 bytes wide and fewer than 2^31.
+constexpr int64_t row_bytes_max = 2 * ((int64_t{1} << 31) - 1);
+
+Status check(const ExchangeOptions& o, int ranks) {
+    const auto bad = [](std::string text) { return Status(Code::bad_input, "exchange: " + std::move(text)); };
+    if (o.payload_bytes.empty() || o.payload_bytes.size() > static_cast<size_t>(payloads_max))
+        return bad(fmt::format("{} payloads; allowed: 1..{}.", o.payload_bytes.size(), payloads_max));
+    for (size_t p = 0; p < o.payload_bytes.size(); ++p)
+        if (o.payload_bytes[p] < 1 || o.payload_bytes[p] > row_bytes_max / payloads_max)
+            return bad(
+                fmt::format("payload_bytes[{}] is {}; allowed: 1..{}.", p, o.payload_bytes[p], row_bytes_max / payloads_max));
+    if (o.experts < 0 || (o.experts == 0 && ranks < 1))
+        return bad(fmt::format("experts is {}; allowed: 0 (one per rank) or more.", o.experts));
+    return {};
+}
+
+// The session below. What check() refuses is opened with no columns: the session refuses that on all ranks; its text is
+// replaced.
+Options options_of(const ExchangeOptions& o, int ranks) {
+    Options s;
+    s.hidden = check(o, ranks).ok() ? RowParts(o.payload_bytes).bytes / 2 : 0;
+    s.topk = o.topk;
+    s.experts = o.experts == 0 ? ranks : o.experts;
+    s.tokens_max = o.items_max;
+    s.rows_max = o.rows_max;
+    s.landing = o.strategy;
+    s.group_ranks = o.group_ranks;
+    s.depth = o.depth;
+    s.workers = o.workers;
+    s.timeout_ms = o.timeout_ms;
+    return s;
+}
+
+}  // namespace
+
+struct Exchange::Impl {
+    Session session;
+    ExchangeOptions options;
+    const RowParts parts;
+    const bool as_they_are;  // the one payload is the row
+    std::unique_ptr<std::byte[]> out,
+        home;                       // [items_max], [items_max * K] rows, where payloads are put together and taken apart
+    std::vector<int64_t> expected;  // [R]
+    std::vector<int32_t> indices;   // of alltoallv
+
+    Impl(Session opened, const ExchangeOptions& given)
+        : session(std::move(opened)),
+          options(given),
+          parts(given.payload_bytes),
+          as_they_are(given.payload_bytes.size() == 1 && parts.bytes == given.payload_bytes[0]) {
+        const Options& used = session.options();
+        options.experts = used.experts;
+        options.rows_max = used.rows_max;
+        options.strategy = used.landing;
+        options.group_ranks = used.group_ranks;
+        const auto items = static_cast<size_t>(options.items_max), bytes = static_cast<size_t>(parts.bytes);
+        if (!as_they_are) {
+            out = std::make_unique_for_overwrite<std::byte[]>(items * bytes);
+            home = std::make_unique_for_overwrite<std::byte[]>(items * static_cast<size_t>(options.topk) * bytes);
+        }
+        expected.resize(static_cast<size_t>(session.size()));
+    }
+
+    // Rows of the items in one piece, at `to`.
+    void put_together(const SendArgs& args, std::byte* to) const {
+        for (int64_t i = 0; i < args.items; ++i)
+            for (size_t p = 0; p < parts.at.size(); ++p) {
+                const auto bytes = static_cast<size_t>(options.payload_bytes[p]);
+                std::memcpy(to + i * parts.bytes + parts.at[p],
+                            static_cast<const std::byte*>(args.payloads[p]) + static_cast<size_t>(i) * bytes, bytes);
+            }
+    }
+};
+
+Exchange Exchange::open(const ExchangeOptions& options, const Group& group) {
+    const Status wrong = check(options, group.size);
+    try {
+        Session session = Session::open(options_of(options, group.size), group);
+        return Exchange(std::make_shared<Impl>(std::move(session), options));
+    } catch (const Error&) {
+        if (!wrong.ok()) throw Error(wrong);
+        throw;
+    }
+}
+
+std::vector<Exchange> Exchange::open_local(const ExchangeOptions& options, int ranks) {
+    return open_local(std::vector<ExchangeOptions>(static_cast<size_t>(std::max(ranks, 0)), options));
+}
+
+std::vector<Exchange> Exchange::open_local(std::span<const ExchangeOptions> options) {
+    const auto ranks = static_cast<int>(options.size());
+    std::vector<Options> below;
+    Status wrong;
+    for (const ExchangeOptions& o : options) {
+        if (wrong.ok()) wrong = check(o, ranks);
+        below.push_back(options_of(o, ranks));
+    }
+    if (!wrong.ok()) throw Error(wrong);
+    std::vector<Session> sessions = Session::open_local(below);
+    std::vector<Exchange> all;
+    for (size_t r = 0; r < sessions.size(); ++r)
+        all.push_back(Exchange(std::make_shared<Impl>(std::move(sessions[r]), options[r])));
+    return all;
+}
+
+Exchange::Exchange(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Exchange::Exchange(Exchange&&) noexcept = default;
+Exchange& Exchange::operator=(Exchange&& other) noexcept {
+    if (this != &other) {
+        if (impl_) impl_->session.close();
+        impl_ = std::move(other.impl_);
+    }
+    return *this;
+}
+Exchange::~Exchange() {
+    if (impl_) impl_->session.close();
+}
+void Exchange::close() {
+    if (impl_) impl_->session.close();
+}
+Exchange::Impl& Exchange::impl() const {
+    if (!impl_) refuse(Code::stale, "call on an exchange that was moved away.");
+    return *impl_;
+}
+int Exchange::rank() const {
+    return impl().session.rank();
+}
+int Exchange::size() const {
+    return impl().session.size();
+}
+const ExchangeOptions& Exchange::options() const {
+    return impl().options;
+}
+SessionStats Exchange::stats() const {
+    return impl().session.stats();
+}
+Session& Exchange::session() {
+    return impl().session;
+}
+
+Received Exchange::send(const SendArgs& args) {
+    Impl& s = impl();
+    const ExchangeOptions& o = s.options;
+    DispatchArgs below{.tokens = args.items,
+                       .topk_ids = args.expert_indices,
+                       .tag = args.tag,
+                       .timeout_ms = args.timeout_ms,
+                       .send_counts = args.send_counts,
+                       .recv_counts = args.recv_counts};
+    const bool is_readable = args.items > 0 && args.items <= o.items_max;  // what is not, dispatch refuses on all ranks
+    size_t missing = 0;
+    while (missing < s.parts.at.size() && args.payloads[missing]) ++missing;
+    if (is_readable && missing < s.parts.at.size()) {
+        below.x = nullptr;  // refused below, on all ranks
+    } else if (s.as_they_are) {
+        below.x = args.payloads[0];
+    } else if (is_readable) {
+        // Straight to where the other ranks read, if rows stay at home.
+        auto* to = static_cast<std::byte*>(s.session.x());
+        if (!to) to = s.out.get();
+        s.put_together(args, to);
+        below.x = to;
+    }
+
+    Received r;
+    r.batch_ = s.session.dispatch(below);
+    r.exchange_ = impl_;
+    r.options_ = &o;
+
+    // The tables of the routing, as the engine has used it.
+    const std::span<const int32_t> running = r.batch_.ep_recv_count();
+    r.recv_counts_.resize(running.size());
+    for (size_t i = 0; i < running.size(); ++i) r.recv_counts_[i] = running[i] - (i ? running[i - 1] : 0);
+    const std::span<const int32_t> indices(args.expert_indices, static_cast<size_t>(args.items * o.topk));
+    r.send_counts_.resize(static_cast<size_t>(o.experts));
+    r.send_offsets_.resize(static_cast<size_t>(o.experts) + 1);
+    count_experts(indices, r.send_counts_);
+    offsets_of(r.send_counts_, r.send_offsets_);
+    r.permutation_.resize(static_cast<size_t>(r.send_offsets_.back()));
+    permutation_of(indices, r.send_offsets_, r.permutation_);
+    return r;
+}
+
+Received Exchange::alltoallv(const AlltoallvArgs& args) {
+    Impl& s = impl();
+    if (s.options.experts != s.session.size() || s.options.topk != 1)
+        refuse(Code::bad_input,
+               fmt::format("alltoallv on an exchange with {} experts on {} ranks and topk {}; expected one expert "
+                           "per rank and topk 1.",
+                           s.options.experts, s.session.size(), s.options.topk));
+    SendArgs below{.payloads = args.payloads, .recv_counts = args.recv_counts, .tag = args.tag, .timeout_ms = args.timeout_ms};
+    s.indices.clear();
+    for (int r = 0; args.send_counts && r < s.session.size(); ++r) {
+        const int64_t count = args.send_counts[r];
+        // More than fits is refused by the engine on all ranks, with the number of items.
+        if (count < 0 || count > s.options.items_max - below.items) {
+            below.items = count < 0 ? -1 : s.options.items_max + 1;
+            break;
+        }
+        s.indices.insert(s.indices.end(), static_cast<size_t>(count), r);
+        below.items += count;
+    }
+    if (!args.send_counts) below.items = -1;
+    below.expert_indices = s.indices.data();
+    return send(below);
+}
+
+void Exchange::send_back(Received& rows, const SendBackArgs& args) {
+    Impl& s = impl();
+    if (rows.exchange_ && rows.exchange_ != impl_) refuse(Code::stale, "send_back of rows that another exchange received.");
+    const std::vector<int64_t> mine = std::move(rows.permutation_);
+    std::byte* home = s.as_they_are ? static_cast<std::byte*>(args.payloads[0]) : s.home.get();
+    rows.exchange_.reset();
+    s.session.combine(rows.batch_, {.rows = home, .timeout_ms = args.timeout_ms});
+    if (s.as_they_are) return;
+    for (const int64_t i : mine)
+        for (size_t p = 0; p < s.parts.at.size(); ++p) {
+            const auto bytes = static_cast<size_t>(s.options.payload_bytes[p]);
+            if (auto* to = static_cast<std::byte*>(args.payloads[p]))
+                std::memcpy(to + static_cast<size_t>(i) * bytes, home + i * s.parts.bytes + s.parts.at[p], bytes);
+        }
+}
+
+// -------------------------------------------------------------------------------------------------------------- received
+
+namespace {
+
+int64_t part_at(const ExchangeOptions& options, int p) {
+    if (p < 0 || static_cast<size_t>(p) >= options.payload_bytes.size())
+        refuse(Code::bad_input, fmt::format("payload {} of an exchange with {}.", p, options.payload_bytes.size()));
+    return RowParts(options.payload_bytes).at[static_cast<size_t>(p)];
+}
+
+}  // namespace
+
+const ExchangeOptions& Received::options() const {
+    if (!exchange_) refuse(Code::stale, "the rows of this send have been sent back, or moved away.");
+    return *options_;
+}
+int64_t Received::rows() const {
+    return batch_.rows();
+}
+Received::Rows Received::payload(int p) const {
+    const int64_t at = part_at(options(), p);
+    return {static_cast<const std::byte*>(batch_.expand_x()) + at, batch_.payload_bytes()};
+}
+const std::byte* Received::row(int p, int64_t i) const {
+    const int64_t at = part_at(options(), p);
+    return batch_.row(i).payload + at;
+}
+Received::Answers Received::answer(int p) const {
+    const int64_t at = part_at(options(), p);
+    return {static_cast<std::byte*>(batch_.y()) + at, batch_.payload_bytes()};
+}
+std::span<const int32_t> Received::source_info() const {
+    return batch_.assist_info_for_combine();
+}
+std::span<const int64_t> Received::recv_counts() const {
+    return recv_counts_;
+}
+std::span<const int64_t> Received::recv_offsets() const {
+    return batch_.expert_offsets();
+}
+std::span<const int64_t> Received::send_counts() const {
+    return send_counts_;
+}
+std::span<const int64_t> Received::send_offsets() const {
+    return send_offsets_;
+}
+std::span<const int64_t> Received::permutation() const {
+    return permutation_;
+}
+uint64_t Received::epoch() const {
+    return batch_.epoch();
+}
+
+}  // namespace switchyard
