@@ -1196,6 +1196,19 @@ TEST_F(ShmRanks, AFileSizeLimitIsAnErrorAndNoSignal) {
     });
     const std::string text = child.join();
     EXPECT_TRUE(has(text, "ulimit -f")) << text;
+
+    // A window that is large enough for huge pages is tried there first.
+    for (const HugePages huge : {HugePages::automatic, HugePages::yes}) {
+        Child large([&] {
+            const rlimit limit = {4096, 4096};
+            setrlimit(RLIMIT_FSIZE, &limit);
+            Cards none;
+            const AttachRequest request = {.card = {}, .window_bytes = 8 << 20, .bell_offset = bell_at, .huge_pages = huge};
+            return make(0, 1)->attach(request, Deadline::after_ms(long_ms), &none).text();
+        });
+        const std::string said = large.join();
+        EXPECT_TRUE(has(said, huge == HugePages::yes ? "option huge_pages is yes" : "ulimit -f")) << said;
+    }
 }
 
 TEST_F(ShmRanks, TooFewFilesAreAnErrorThatSaysSo) {

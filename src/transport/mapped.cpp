@@ -221,9 +221,10 @@ std::vector<int> bind_near(void* start, uint64_t bytes) {
 
 Status huge_pages_refused(int rank, uint64_t window_bytes, int error) {
     return {Code::system, fmt::format("attach on rank {}: option huge_pages is yes, but a window of {} finds no room in the "
-                                      "reserved huge pages: {}.\n  Reserve more (sysctl vm.nr_hugepages=N, pages of 2 MiB as a "
-                                      "rule), lower rows_max or tokens_max, or use huge_pages auto.",
-                                      rank, bytes_text(window_bytes), std::strerror(error))};
+                                      "reserved huge pages: {}.\n  {}, lower rows_max or tokens_max, or use huge_pages auto.",
+                                      rank, bytes_text(window_bytes), std::strerror(error),
+                                      error == EFBIG ? "Raise the file size limit (ulimit -f)"
+                                                     : "Reserve more (sysctl vm.nr_hugepages=N, pages of 2 MiB as a rule)")};
 }
 
 Status map_refused(int rank, int windows, uint64_t window_bytes, int error) {

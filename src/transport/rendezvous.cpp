@@ -1081,6 +1081,14 @@ Status system_refused(const char* what, int rank, int error) {
     return {Code::system, fmt::format("attach on rank {}: {}: {}.{}", rank, what, std::strerror(error), hint)};
 }
 
+namespace {
+// Asked before a file grows: the system answers one above this limit with a signal that ends the process.
+bool is_above_file_limit(uint64_t bytes) {
+    rlimit limit = {};
+    return getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && bytes > limit.rlim_cur;
+}
+}  // namespace
+
 Status make_shared_memory(const char* name, uint64_t bytes, FileDescriptor* memory) {
     const auto refused = [&](const char* what) {
         return Status(Code::system,
@@ -1088,9 +1096,7 @@ Status make_shared_memory(const char* name, uint64_t bytes, FileDescriptor* memo
                                   "  Lower rows_max or tokens_max, or look at the limits of this process (ulimit -a).",
                                   what, bytes_text(bytes), std::strerror(errno)));
     };
-    // Asked before: the system answers a file above this limit with a signal that ends the process.
-    rlimit limit = {};
-    if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && bytes > limit.rlim_cur) {
+    if (is_above_file_limit(bytes)) {
         errno = EFBIG;
         return refused("file size limit (ulimit -f)");
     }
@@ -1123,6 +1129,10 @@ bool make_huge_memory(const char* name, uint64_t bytes, FileDescriptor* memory) 
     FileDescriptor fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_HUGETLB | 21U << MAP_HUGE_SHIFT));
     if (!fd.valid()) return false;
     const uint64_t whole = round_up(bytes, page_of(fd.get()));
+    if (is_above_file_limit(whole)) {
+        errno = EFBIG;
+        return false;
+    }
     if (whole > uint64_t{INT64_MAX} || ftruncate(fd.get(), static_cast<off_t>(whole)) != 0) return false;
     // Bound before the first page is taken.
     void* p = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
