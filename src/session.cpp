@@ -161,7 +161,7 @@ struct Patience {
 // Polls a step until it ends; between two looks it spins, then lets others run, then sleeps, in slices.
 class Waiter {
  public:
-    Waiter(Transport& link, Patience patience) : link_(link), patience_(patience) {}
+    Waiter(ep::Rank& rank, Patience patience) : rank_(rank), link_(rank.link), patience_(patience) {}
 
     /// poll(thorough) -> Progress; waited(ns) tells how long nothing was done before the next poll; at the deadline
     /// give_up(waited_ms) ends the step. Returns the step's end.
@@ -170,6 +170,7 @@ class Waiter {
         constexpr int64_t slice_ns = 10'000'000;  // bounds what a raiser that dies between flag and wake-up can cost
         int64_t spin_until = now_ns() + patience_.spin_ns;
         int64_t yield_until = spin_until + patience_.yield_ns;
+        Shown shown(rank_);
         for (;;) {
             ep::Progress progress = poll(false);  // model: wait
             if (progress != ep::Progress::pending) return progress;
@@ -185,6 +186,7 @@ class Waiter {
             } else if (now < yield_until) {
                 sched_yield();
             } else {
+                shown.since(deadline.start_ns);
                 const Announced asleep(link_);  // model: announced
                 progress = poll(true);          // model: announced_look
                 if (progress != ep::Progress::pending) return progress;
@@ -204,6 +206,20 @@ class Waiter {
         Transport& link;
         const uint32_t ticket;
     };
+    // Shows who looks from outside since when this rank waits (switchyard/inspect.hpp). No rank reads it: no step of the
+    // protocol, and it orders nothing. Taken back when the wait ends, however it does.
+    struct Shown {
+        explicit Shown(ep::Rank& rank) : bell(*reinterpret_cast<layout::Bell*>(rank.own(rank.window.bell))) {}
+        ~Shown() {
+            if (is_shown) since(0);
+        }
+        void since(int64_t ns) {
+            is_shown = true;
+            std::atomic_ref<int64_t>(bell.waiting_since_ns).store(ns, std::memory_order_relaxed);
+        }
+        layout::Bell& bell;
+        bool is_shown = false;
+    };
     static void relax() {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
@@ -211,6 +227,7 @@ class Waiter {
         asm volatile("isb");
 #endif
     }
+    ep::Rank& rank_;
     Transport& link_;
     const Patience patience_;
 };
@@ -240,20 +257,6 @@ Group Group::from_environment(const std::string& label) {
 }
 
 // --------------------------------------------------------------------------------------------------------------- session
-
-namespace {
-
-// Of a two-level dispatch: the ranks of one NUMA node, if they lie evenly; else such that there are about as many groups as
-// ranks in one. Equal on all ranks, which are on one machine.
-int64_t ranks_of_a_group(int64_t ranks) {
-    const int64_t nodes = NumaMap().nodes();
-    if (nodes > 1 && ranks % nodes == 0) return ranks / nodes;
-    int64_t root = 1;
-    while (root * root < ranks) ++root;
-    return root;
-}
-
-}  // namespace
 
 struct Session::Impl {
     std::unique_ptr<Transport> link;
@@ -351,17 +354,8 @@ Status Session::Impl::prepare(Options options) {
                                              option_text(*find_option("simd"), options), have)};
     }
     options.simd = kernels->simd;
-    if (options.landing == Landing::automatic) options.landing = Landing::packed;
-    if (options.landing == Landing::two_level && options.group_ranks == 0) options.group_ranks = ranks_of_a_group(ranks);
-    const int64_t experts_per_rank = experts_of(0, ranks, options.experts).count();
-    const int64_t worst = options.tokens_max * options.topk * ranks + experts_per_rank * (options.expert_alignment - 1);
-    if (options.rows_max == 0) options.rows_max = std::min(worst, (int64_t{1} << 31) - 1);
-    const layout::Window window = layout::window_of(ep::shape_of(options, ranks));
-    if (window.bytes == layout::Region::limit_exceeded)
-        return {Code::capacity,
-                fmt::format("a window for {} rows of {} columns at depth {} does not fit an address space. Lower "
-                            "rows_max (0 = the worst case), tokens_max or depth.",
-                            options.rows_max, options.hidden, options.depth)};
+    layout::Window window{};
+    if (Status s = ep::plan_window(options, ranks, &window); !s.ok()) return s;
     try {
         workers = std::make_unique<ep::Workers>(options.workers);
         rank = std::make_unique<ep::Rank>(*link, window, *kernels, *workers, options);
@@ -496,7 +490,7 @@ ExpertBatch Session::dispatch(const DispatchArgs& args) {
     try {
         s.dispatch.start(*s.rank, flight, args, s.untold);  // model: prior_told
         s.untold = {};
-        end = Waiter(*s.link, s.patience)
+        end = Waiter(*s.rank, s.patience)
                   .wait(
                       deadline, [&](bool thorough) { return s.dispatch.poll(*s.rank, flight, thorough); }, waited,
                       [&](int64_t ms) { s.dispatch.give_up(*s.rank, flight, ms); });
@@ -524,7 +518,7 @@ void* Session::x() {
     const Deadline deadline = s.deadline(0);
     Status late;
     const ep::Progress end =
-        Waiter(*s.link, s.patience)
+        Waiter(*s.rank, s.patience)
             .wait(
                 deadline, [&](bool thorough) { return s.gate.poll(*s.rank, thorough); },
                 [&](int64_t ns) {
@@ -568,7 +562,7 @@ void Session::combine(ExpertBatch& batch, const CombineArgs& args) {
     ep::Progress end;
     try {
         s.combine.start(*s.rank, flight, args);
-        end = Waiter(*s.link, s.patience)
+        end = Waiter(*s.rank, s.patience)
                   .wait(
                       deadline, [&](bool thorough) { return s.combine.poll(*s.rank, flight, thorough); }, waited,
                       [&](int64_t ms) { s.combine.give_up(*s.rank, flight, ms); });
@@ -609,7 +603,7 @@ std::vector<int> Session::shrink(const ShrinkArgs& args) {
     for (bool killed = false;; killed = true) {
         bool late = false;
         const ep::Progress end =
-            Waiter(*s.link, s.patience)
+            Waiter(*s.rank, s.patience)
                 .wait(
                     deadline, [&](bool) { return s.regroup.poll(*s.rank); }, [](int64_t) {}, [&](int64_t) { late = true; });
         if (end == ep::Progress::done) break;

@@ -1204,7 +1204,7 @@ void Game::judge_windows() {
                 untouched("behind a home row", base + w.home + n * home_stride + home_bytes,
                           base + w.home + (n + 1) * home_stride, stale);
             untouched("behind the home rows", base + w.home + home_rows * home_stride, base + w.landing, stale);
-            if (w.shape.padded) {
+            if (w.shape.padded()) {
                 const auto stride = static_cast<uint64_t>(w.cell.stride);
                 for (int64_t e = 0; e < w.shape.experts_per_rank; ++e)
                     for (int r = 0; r < scenario_.ranks; ++r) {
@@ -1219,13 +1219,13 @@ void Game::judge_windows() {
             } else {
                 untouched("where cells would be", base + w.landing, base + w.blocks_out, stale);
             }
-            const auto block_stride = static_cast<uint64_t>(w.shape.blocks ? w.cell.stride : 0);
+            const auto block_stride = static_cast<uint64_t>(w.shape.blocks() ? w.cell.stride : 0);
             untouched("behind the blocks that left", base + w.blocks_out + cells[static_cast<size_t>(p.rank)] * block_stride,
                       base + w.blocks_in, stale);
             untouched("behind the blocks that came", base + w.blocks_in + rows * block_stride, base + w.x, stale);
-            if (w.shape.sources == 0) untouched("where tokens would be", base + w.x, base + w.slot_bytes, stale);
-            for (int64_t copy = 0; copy < w.shape.sources; ++copy) {
-                const int q = w.shape.sources == 1 ? p.rank : static_cast<int>(copy);
+            if (w.shape.sources() == 0) untouched("where tokens would be", base + w.x, base + w.slot_bytes, stale);
+            for (int64_t copy = 0; copy < w.shape.sources(); ++copy) {
+                const int q = w.shape.sources() == 1 ? p.rank : static_cast<int>(copy);
                 const bool is_here = p.engine->holder_of(q, p.rank).rank == p.rank;
                 const auto all = static_cast<uint64_t>(o.tokens_max), topk = static_cast<uint64_t>(o.topk);
                 const uint64_t used = is_here ? tokens[static_cast<size_t>(q)] : 0;

@@ -48,7 +48,7 @@ Options options_with(Landing landing, Format dispatch_quant, Format combine_quan
     o.rows_max = 60;
     o.depth = 1;
     o.landing = landing;
-    o.group_ranks = landing == Landing::two_level ? 2 : 0;
+    o.group_ranks = landing == Landing::in_place ? ranks : landing == Landing::two_level ? 2 : 1;
     o.dispatch_quant = dispatch_quant;
     o.combine_quant = combine_quant;
     return o;

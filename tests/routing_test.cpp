@@ -349,10 +349,9 @@ WindowShape sample_shape() {
             .dispatch = Format::mxfp8_e4m3,
             .combine = Format::int8_block8,
             .weights = true,
-            .padded = true,
-            .push = true,
-            .blocks = true,
-            .sources = 3};
+            .landing = Landing::padded,
+            .group_ranks = 1,
+            .push = true};
 }
 
 WindowShape random_shape(Random& random) {
@@ -372,11 +371,21 @@ WindowShape random_shape(Random& random) {
     s.combine =
         s.token == TokenType::f32 ? Format::none : random.pick({Format::none, Format::int8_block8, Format::int8_block128});
     s.weights = random.one_in(2);
-    s.padded = random.one_in(2);
+    s.landing = random.pick(
+        {Landing::packed, Landing::padded, Landing::in_place, Landing::allgather, Landing::two_level, Landing::alltoallv});
+    s.group_ranks = 1 + random.below(s.ranks);
     s.push = random.one_in(2);
-    s.blocks = random.one_in(2);
-    s.sources = random.pick({int64_t{0}, int64_t{1}, s.ranks});
     return s;
+}
+
+/// Ranks whose tokens a window holds.
+int64_t sources_of(const WindowShape& s) {
+    switch (s.landing) {
+        case Landing::in_place: return 1;
+        case Landing::allgather:
+        case Landing::two_level: return s.ranks;
+        default: return 0;
+    }
 }
 
 struct Part {
@@ -437,7 +446,7 @@ TEST(Window, PartsStartOnPagesAndDoNotOverlap) {
 
         EXPECT_GE(w.count_stride, sizeof(layout::CountHead) + 4 * u(s.experts));
         EXPECT_EQ(w.count_stride % 64, 0U);
-        const uint64_t cells = s.padded ? u(s.experts_per_rank * s.ranks * s.tokens_max * s.topk) : 0;
+        const uint64_t cells = s.landing == Landing::padded ? u(s.experts_per_rank * s.ranks * s.tokens_max * s.topk) : 0;
         const uint64_t homes = s.push ? u(s.tokens_max * s.topk) : 0;
         EXPECT_GE(u(w.cell.stride), row.payload + row.scales + 16);
         EXPECT_EQ(w.cell.stride % 64, 0);
@@ -446,21 +455,22 @@ TEST(Window, PartsStartOnPagesAndDoNotOverlap) {
         EXPECT_GE(u(w.home_row.scales_at), home.payload);
         EXPECT_GE(u(w.home_row.stride), u(w.home_row.scales_at) + home.scales);
         EXPECT_EQ(w.home_row.stride % 64, 0);
-        expect_apart({{"counts", w.counts, u(s.ranks) * w.count_stride},
-                      {"expand_x", w.expand_x, u(s.rows_max) * row.payload},
-                      {"scales", w.scales, u(s.rows_max) * row.scales},
-                      {"source_info", w.source_info, u(s.rows_max) * 12},
-                      {"weights", w.weights, s.weights ? u(s.rows_max) * 4 : 0},
-                      {"y", w.y, u(s.rows_max) * u(s.hidden) * token_bytes(s.token)},
-                      {"home", w.home, homes * u(w.home_row.stride)},
-                      {"landing", w.landing, cells * u(w.cell.stride)},
-                      {"blocks_out", w.blocks_out, s.blocks ? u(s.tokens_max * s.topk * w.cell.stride) : 0},
-                      {"blocks_in", w.blocks_in, s.blocks ? u(s.rows_max * w.cell.stride) : 0},
-                      {"x", w.x, u(s.sources * s.tokens_max) * row.payload},
-                      {"x_scales", w.x_scales, u(s.sources * s.tokens_max) * row.scales},
-                      {"x_ids", w.x_ids, u(s.sources * s.tokens_max * s.topk) * 4},
-                      {"x_weights", w.x_weights, s.weights ? u(s.sources * s.tokens_max * s.topk) * 4 : 0}},
-                     w.slot_bytes);
+        expect_apart(
+            {{"counts", w.counts, u(s.ranks) * w.count_stride},
+             {"expand_x", w.expand_x, u(s.rows_max) * row.payload},
+             {"scales", w.scales, u(s.rows_max) * row.scales},
+             {"source_info", w.source_info, u(s.rows_max) * 12},
+             {"weights", w.weights, s.weights ? u(s.rows_max) * 4 : 0},
+             {"y", w.y, u(s.rows_max) * u(s.hidden) * token_bytes(s.token)},
+             {"home", w.home, homes * u(w.home_row.stride)},
+             {"landing", w.landing, cells * u(w.cell.stride)},
+             {"blocks_out", w.blocks_out, s.landing == Landing::alltoallv ? u(s.tokens_max * s.topk * w.cell.stride) : 0},
+             {"blocks_in", w.blocks_in, s.landing == Landing::alltoallv ? u(s.rows_max * w.cell.stride) : 0},
+             {"x", w.x, u(sources_of(s) * s.tokens_max) * row.payload},
+             {"x_scales", w.x_scales, u(sources_of(s) * s.tokens_max) * row.scales},
+             {"x_ids", w.x_ids, u(sources_of(s) * s.tokens_max * s.topk) * 4},
+             {"x_weights", w.x_weights, s.weights ? u(sources_of(s) * s.tokens_max * s.topk) * 4 : 0}},
+            w.slot_bytes);
         for (const uint64_t part : {w.counts, w.expand_x, w.scales, w.source_info, w.weights, w.y, w.home, w.landing,
                                     w.blocks_out, w.blocks_in, w.x, w.x_scales, w.x_ids, w.x_weights})
             EXPECT_EQ(part % layout::page_bytes, 0U);
@@ -542,7 +552,6 @@ TEST(Window, SizeIsTheSumOrTheLimitIsSeenInEveryDimension) {
         for (int64_t* field : {&s.ranks, &s.depth, &s.hidden, &s.topk, &s.tokens_max, &s.rows_max, &s.experts})
             if (random.one_in(4)) *field = int64_t{1} << random.below(31);
         s.ranks = std::min<int64_t>(s.ranks, 4095);
-        s.sources = random.pick({int64_t{0}, int64_t{1}, s.ranks});
         s.depth = std::min<int64_t>(s.depth, 64);
         s.experts = std::min<int64_t>(s.experts, 1 << 20);
         s.topk = std::min<int64_t>(s.topk, 4096);
@@ -556,9 +565,11 @@ TEST(Window, SizeIsTheSumOrTheLimitIsSeenInEveryDimension) {
                     pages(u(s.rows_max) * row.scales) + pages(u(s.rows_max) * 12) + pages(s.weights ? u(s.rows_max) * 4 : 0) +
                     pages(u(s.rows_max) * u(s.hidden) * token_bytes(s.token));
         if (s.push) slot += pages(u(s.tokens_max * s.topk) * u(w.home_row.stride));
-        if (s.padded) slot += pages(u(s.experts_per_rank) * u(s.ranks) * u(s.tokens_max * s.topk) * u(w.cell.stride));
-        if (s.blocks) slot += pages(u(s.tokens_max * s.topk) * u(w.cell.stride)) + pages(u(s.rows_max) * u(w.cell.stride));
-        const Wide tokens = u(s.sources) * u(s.tokens_max), words = pages(tokens * u(s.topk) * 4);
+        if (s.landing == Landing::padded)
+            slot += pages(u(s.experts_per_rank) * u(s.ranks) * u(s.tokens_max * s.topk) * u(w.cell.stride));
+        if (s.landing == Landing::alltoallv)
+            slot += pages(u(s.tokens_max * s.topk) * u(w.cell.stride)) + pages(u(s.rows_max) * u(w.cell.stride));
+        const Wide tokens = u(sources_of(s)) * u(s.tokens_max), words = pages(tokens * u(s.topk) * 4);
         slot += pages(tokens * row.payload) + pages(tokens * row.scales) + words;
         if (s.weights) slot += words;
         const Wide state = 4096 + 64 + u(s.ranks) * 64 + u(s.ranks) * u(s.depth) * (64 + 2 * 512) + 64 + 2 * 576;

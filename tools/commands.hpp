@@ -1,5 +1,5 @@
 // The subcommands. Each takes its own arguments (argv[0] is the program, argv[1] the subcommand) and returns the exit code:
-// 0 done and right, 1 wrong result or failed rank, 2 bad arguments.
+// 0 done and right, 1 wrong result or failed rank (doctor: a finding), 2 bad arguments.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -10,6 +10,7 @@ int gen_command(int argc, char** argv);
 int run_command(int argc, char** argv);
 int verify_command(int argc, char** argv);
 int trace_command(int argc, char** argv);
+int doctor_command(int argc, char** argv);
 /// Becomes the program switchyard-bench, or switchyard-kernels after --kernels; both lie beside this one.
 int bench_command(int argc, char** argv);
 

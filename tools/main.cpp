@@ -26,6 +26,8 @@ constexpr Command commands[] = {
     {"verify", verify_command,
      "compare golden data with a run's output:  switchyard verify DIR; or play seeds: switchyard verify --sim"},
     {"trace", trace_command, "a run as a timeline, and who waits for whom:  switchyard trace --ranks 4 --slow 2:5"},
+    {"doctor", doctor_command,
+     "can this machine run a group well, and what do open groups wait for:  switchyard doctor [--group]"},
     {"bench", bench_command, "time it against other ways, in one run:  switchyard bench [SCENARIO...]"},
 };
 

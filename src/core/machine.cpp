@@ -34,6 +34,11 @@ int usable_cpus() {
     return std::max(cpus, 1);
 }
 
+std::string hwloc_version() {
+    const unsigned v = hwloc_get_api_version();
+    return std::to_string(v >> 16) + '.' + std::to_string(v >> 8 & 0xFF) + '.' + std::to_string(v & 0xFF);
+}
+
 NumaMap::NumaMap(const char* synthetic) : topology_(nullptr) {
     hwloc_topology_t topology;
     if (hwloc_topology_init(&topology) != 0) return;

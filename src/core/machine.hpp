@@ -16,6 +16,10 @@ std::vector<int> allowed_cpus();
 /// How many of them it can use at the same time: cut by a cgroup quota. At least 1.
 int usable_cpus();
 
+/// Version of the interface of the hwloc that runs, "2.8.0", and the most files that a NumaMap has open while it is made.
+std::string hwloc_version();
+inline constexpr int topology_descriptors = 3;
+
 /// The NUMA nodes of a machine; the one this process runs on, or one described as hwloc does ("node:4 core:2 pu:1"), for tests.
 class NumaMap {
  public:

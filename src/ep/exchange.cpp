@@ -8,6 +8,8 @@
 #include <cstring>
 #include <thread>
 
+#include "core/machine.hpp"
+
 namespace switchyard::ep {
 namespace {
 
@@ -144,6 +146,16 @@ Status bad_source(const Flight& flight, int64_t row, const Source& s) {
                         flight.epoch, row, s.rank, s.token, s.k)};
 }
 
+// Of a two-level dispatch: the ranks of one NUMA node, if they lie evenly; else such that there are about as many groups as
+// ranks in one. Equal on all ranks, which are on one machine.
+int64_t ranks_of_a_group(int64_t ranks) {
+    const int64_t nodes = NumaMap().nodes();
+    if (nodes > 1 && ranks % nodes == 0) return ranks / nodes;
+    int64_t root = 1;
+    while (root * root < ranks) ++root;
+    return root;
+}
+
 }  // namespace
 
 layout::WindowShape shape_of(const Options& o, int64_t ranks) {
@@ -159,12 +171,24 @@ layout::WindowShape shape_of(const Options& o, int64_t ranks) {
             .dispatch = o.dispatch_quant,
             .combine = o.combine_quant,
             .weights = o.deliver_weights,
-            .padded = o.landing == Landing::padded,
-            .push = o.combine_path != CombinePath::read,
-            .blocks = o.landing == Landing::alltoallv,
-            .sources = o.landing == Landing::in_place ? 1
-                       : rows_lie_apart(o.landing)    ? ranks
-                                                      : 0};
+            .landing = o.landing,
+            .group_ranks = o.group_ranks,
+            .push = o.combine_path != CombinePath::read};
+}
+
+Status plan_window(Options& options, int64_t ranks, layout::Window* window) {
+    if (options.landing == Landing::automatic) options.landing = Landing::packed;
+    if (options.landing == Landing::in_place) options.group_ranks = ranks;
+    if (options.landing == Landing::two_level && options.group_ranks == 0) options.group_ranks = ranks_of_a_group(ranks);
+    if (options.landing == Landing::allgather || options.group_ranks == 0) options.group_ranks = 1;
+    const int64_t experts_per_rank = experts_of(0, ranks, options.experts).count();
+    const int64_t worst = options.tokens_max * options.topk * ranks + experts_per_rank * (options.expert_alignment - 1);
+    if (options.rows_max == 0) options.rows_max = std::min(worst, (int64_t{1} << 31) - 1);
+    *window = layout::window_of(shape_of(options, ranks));
+    if (window->bytes != layout::Region::limit_exceeded) return {};
+    return {Code::capacity, fmt::format("a window for {} rows of {} columns at depth {} does not fit an address space. Lower "
+                                        "rows_max (0 = the worst case), tokens_max or depth.",
+                                        options.rows_max, options.hidden, options.depth)};
 }
 
 Rank::Rank(Transport& link_in, const layout::Window& window_in, const quant::Kernels& kernels_in, Workers& workers_in,
@@ -175,8 +199,6 @@ Rank::Rank(Transport& link_in, const layout::Window& window_in, const quant::Ker
       workers(workers_in),
       options(options_in),
       placement(Placement::contiguous(link_in.size(), options_in.experts)) {
-    if (options.landing == Landing::in_place) options.group_ranks = link.size();
-    if (options.landing == Landing::allgather || options.group_ranks < 1) options.group_ranks = 1;
     base.resize(static_cast<size_t>(link.size()));
     left.resize(static_cast<size_t>(link.size()));
     const auto row = static_cast<size_t>(std::max(window.cell.stride, window.home_row.stride));
@@ -213,7 +235,7 @@ Status Rank::connect() {
 
 Rank::Holder Rank::holder_of(int source, int reader) const {
     const int group = group_of(reader);
-    if (group == group_of(source)) return {source, window.shape.sources == 1 ? 0 : source};
+    if (group == group_of(source)) return {source, window.shape.sources() == 1 ? 0 : source};
     const auto size = static_cast<int>(options.group_ranks);
     const int first = group * size;
     return {first + source % std::min(size, ranks() - first), source};  // spread over the group

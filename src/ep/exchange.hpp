@@ -32,6 +32,10 @@ namespace switchyard::ep {
 /// automatic gets room for either.
 layout::WindowShape shape_of(const Options& options, int64_t ranks);
 
+/// Chooses what `options` leave open (landing; rows_max) and lays the window out. The options are good. capacity when no
+/// address space could hold it.
+Status plan_window(Options& options, int64_t ranks, layout::Window* window);
+
 /// The last events of a session. One writer, no lock; noting one costs a look at the clock.
 class Trace {
  public:

@@ -15,10 +15,9 @@ constexpr Window sample = window_of({.ranks = 2,
                                      .dispatch = Format::mxfp8_e5m2,
                                      .combine = Format::int8_block8,
                                      .weights = false,
-                                     .padded = false,
-                                     .push = false,
-                                     .blocks = false,
-                                     .sources = 0});
+                                     .landing = Landing::packed,
+                                     .group_ranks = 1,
+                                     .push = false});
 static_assert(sample.row.payload_bytes == 7168 && sample.row.scale_count == 224);
 static_assert(sample.bytes == sample.slots + 2 * sample.slot_bytes && sample.slots % page_bytes == 0);
 
@@ -35,10 +34,9 @@ constexpr Window huge = window_of({.ranks = ranks_max,
                                    .dispatch = Format::none,
                                    .combine = Format::none,
                                    .weights = true,
-                                   .padded = true,
-                                   .push = true,
-                                   .blocks = true,
-                                   .sources = ranks_max});
+                                   .landing = Landing::padded,
+                                   .group_ranks = 1,
+                                   .push = true});
 static_assert(huge.bytes == Region::limit_exceeded);
 
 }  // namespace switchyard::layout

@@ -95,11 +95,13 @@ struct Decision {
 };
 static_assert(sizeof(Decision) == 64);
 
-/// Two words for sleeping, written by all ranks; they carry no meaning. See transport.hpp.
+/// Two words for sleeping, written by all ranks; they carry no meaning: see transport.hpp. And one for who looks from outside.
 struct Bell {
     uint32_t bell;
     uint32_t sleepers;
-    uint32_t reserved[14];
+    int64_t waiting_since_ns;  ///< when the call began in which the owner waits, of the monotonic clock; 0: in none, or it has
+                               ///< not slept in it yet. Written by the owner, read by no rank
+    uint64_t reserved[6];
 };
 static_assert(sizeof(Bell) == 64);
 

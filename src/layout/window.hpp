@@ -33,11 +33,18 @@ struct WindowShape {
     TokenType token;
     Format dispatch;
     Format combine;
-    bool weights;     ///< topk weights travel with the rows
-    bool padded;      ///< landing cells exist
-    bool push;        ///< home rows exist
-    bool blocks;      ///< blocks exist
-    int64_t sources;  ///< S, ranks whose tokens there is room for: 1 (the owner's), all, or 0: x rows do not exist
+    bool weights;         ///< topk weights travel with the rows
+    Landing landing;      ///< chosen, not automatic
+    int64_t group_ranks;  ///< of landing two_level; decides who writes what where, not how much
+    bool push;            ///< home rows exist
+
+    SY_HD constexpr bool padded() const { return landing == Landing::padded; }     ///< landing cells exist
+    SY_HD constexpr bool blocks() const { return landing == Landing::alltoallv; }  ///< blocks exist
+    /// S, ranks whose tokens there is room for: 1 (the owner's), all, or 0: x rows do not exist.
+    SY_HD constexpr int64_t sources() const {
+        if (landing == Landing::in_place) return 1;
+        return landing == Landing::allgather || landing == Landing::two_level ? ranks : 0;
+    }
 };
 
 /// First page of a window, written by its owner when the session opens.
@@ -49,11 +56,10 @@ struct WindowHeader {
     int64_t process;  ///< process id of the owner, as it sees itself
     int32_t rank;
     int32_t token, dispatch, combine;
-    int32_t weights, padded, push, blocks;
-    int64_t sources;
+    int32_t weights, landing, push, group_ranks;
     int64_t ranks, depth, experts, experts_per_rank, hidden, topk, tokens_max, rows_max;
 };
-static_assert(sizeof(WindowHeader) == 136 && sizeof(WindowHeader) <= page_bytes);
+static_assert(sizeof(WindowHeader) == 128 && sizeof(WindowHeader) <= page_bytes);
 
 /// One row in a landing cell: payload, scales, source info (rank, token, k, weight bits), padded to a line.
 struct CellRow {
@@ -162,13 +168,13 @@ SY_HD constexpr Window window_of(const WindowShape& s) {
     w.home = slot.take(s.push ? static_cast<uint64_t>(w.cell_rows) : 0, static_cast<uint64_t>(w.home_row.stride), page_bytes);
     // Cells of one expert first as a count of their own: the product of all four factors may not fit 64 bits.
     Region cells;
-    cells.take(static_cast<uint64_t>(s.padded ? w.cell_rows : 0), static_cast<uint64_t>(w.cell.stride), 1);
-    w.landing = slot.take(s.padded ? ranks * static_cast<uint64_t>(s.experts_per_rank) : 0, cells.bytes(), page_bytes);
+    cells.take(static_cast<uint64_t>(s.padded() ? w.cell_rows : 0), static_cast<uint64_t>(w.cell.stride), 1);
+    w.landing = slot.take(s.padded() ? ranks * static_cast<uint64_t>(s.experts_per_rank) : 0, cells.bytes(), page_bytes);
     const auto stride = static_cast<uint64_t>(w.cell.stride);
-    w.blocks_out = slot.take(s.blocks ? static_cast<uint64_t>(w.cell_rows) : 0, stride, page_bytes);
-    w.blocks_in = slot.take(s.blocks ? rows : 0, stride, page_bytes);
-    const auto tokens = static_cast<uint64_t>(s.sources * s.tokens_max);
-    const auto token_slots = static_cast<uint64_t>(s.sources * w.cell_rows);
+    w.blocks_out = slot.take(s.blocks() ? static_cast<uint64_t>(w.cell_rows) : 0, stride, page_bytes);
+    w.blocks_in = slot.take(s.blocks() ? rows : 0, stride, page_bytes);
+    const auto tokens = static_cast<uint64_t>(s.sources() * s.tokens_max);
+    const auto token_slots = static_cast<uint64_t>(s.sources() * w.cell_rows);
     w.x = slot.take(tokens, static_cast<uint64_t>(w.row.payload_bytes), page_bytes);
     w.x_scales = slot.take(tokens, static_cast<uint64_t>(w.row.scale_bytes()), page_bytes);
     w.x_ids = slot.take(token_slots, 4, page_bytes);
@@ -202,10 +208,9 @@ constexpr WindowHeader header_of(const Window& w, int rank, int64_t process) {
             .dispatch = static_cast<int32_t>(s.dispatch),
             .combine = static_cast<int32_t>(s.combine),
             .weights = s.weights,
-            .padded = s.padded,
+            .landing = static_cast<int32_t>(s.landing),
             .push = s.push,
-            .blocks = s.blocks,
-            .sources = s.sources,
+            .group_ranks = static_cast<int32_t>(s.group_ranks),
             .ranks = s.ranks,
             .depth = s.depth,
             .experts = s.experts,

@@ -60,6 +60,18 @@ std::span<const Kernels* const> available_kernels() {
     return {sets.set.data(), sets.count};
 }
 
+const char* highway_version() {
+#ifdef SY_SCALAR_ONLY
+    return nullptr;
+#else
+#define SY_TEXT_OF(x) #x
+#define SY_TEXT(x) SY_TEXT_OF(x)
+    return SY_TEXT(HWY_MAJOR) "." SY_TEXT(HWY_MINOR) "." SY_TEXT(HWY_PATCH);
+#undef SY_TEXT
+#undef SY_TEXT_OF
+#endif
+}
+
 const Kernels* find_kernels(Simd simd) {
     for (const Kernels* set : available_kernels()) {
         if (simd == Simd::automatic || set->simd == simd) return set;

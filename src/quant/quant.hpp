@@ -61,6 +61,9 @@ const Kernels& scalar_kernels();
 /// Kernel sets this build has and this processor can run, best first, scalar last.
 std::span<const Kernels* const> available_kernels();
 
+/// Version of Highway that compiled the vector kernels, or null without them.
+const char* highway_version();
+
 /// The set for a choice; automatic = the best. Null when this build or processor lacks it.
 const Kernels* find_kernels(Simd simd);
 

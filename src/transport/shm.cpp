@@ -18,6 +18,7 @@
 #include <cstring>
 #include <utility>
 
+#include "switchyard/inspect.hpp"
 #include "transport/mapped.hpp"
 #include "transport/rendezvous.hpp"
 
@@ -133,7 +134,7 @@ class ShmTransport final : public MappedTransport {
     Status prepare(const AttachRequest& request, Offer* offer) {
         if (Status status = check_request(request); !status.ok()) return status;
         if (request.window_bytes > 0) {
-            const char* name = "switchyard-window";
+            const char* name = inspect::window_name;  // by which the group is found from outside
             if (wants_huge_pages(request.huge_pages, request.window_bytes))
                 make_huge_memory(name, request.window_bytes, &offer->window);
             if (!offer->window.valid() && request.huge_pages == HugePages::yes)
