@@ -34,6 +34,47 @@ int64_t find_bad_id(const int32_t* ids, int64_t n, int64_t experts) {
     return n;
 }
 
+void take_turns(const Turns& turns, const Placement& placement, std::span<const uint8_t> left, const int32_t* ids, int64_t n,
+                std::span<int32_t> next, int32_t* slots) {
+    const auto has_left = [&](int32_t slot) {
+        return left[static_cast<size_t>(placement.owner[static_cast<size_t>(slot)])] != 0;
+    };
+    if (turns.empty()) {
+        for (int64_t i = 0; i < n; ++i) slots[i] = ids[i] >= 0 && has_left(ids[i]) ? -1 : ids[i];
+        return;
+    }
+    for (int64_t e = 0; e < turns.experts(); ++e) {
+        const int64_t length = turns.first[static_cast<size_t>(e) + 1] - turns.first[static_cast<size_t>(e)];
+        next[static_cast<size_t>(e)] = static_cast<int32_t>(turns.start % length);
+    }
+    for (int64_t i = 0; i < n; ++i) {
+        if (ids[i] < 0) {
+            slots[i] = -1;
+            continue;
+        }
+        const auto e = static_cast<size_t>(ids[i]);
+        const int32_t* turn = turns.slots.data() + turns.first[e];
+        const int32_t length = turns.first[e + 1] - turns.first[e];
+        int32_t slot = -1;
+        for (int32_t tries = 0; tries < length && slot < 0; ++tries) {
+            if (const int32_t at = turn[next[e]]; !has_left(at)) slot = at;
+            if (++next[e] == length) next[e] = 0;
+        }
+        slots[i] = slot;
+    }
+}
+
+int32_t living_owner(const Turns& turns, const Placement& placement, std::span<const uint8_t> left, int32_t expert) {
+    const auto owner_of = [&](int32_t slot) {
+        const int32_t owner = placement.owner[static_cast<size_t>(slot)];
+        return left[static_cast<size_t>(owner)] ? -1 : owner;
+    };
+    if (turns.empty()) return owner_of(expert);
+    for (int32_t i = turns.first[static_cast<size_t>(expert)]; i < turns.first[static_cast<size_t>(expert) + 1]; ++i)
+        if (const int32_t owner = owner_of(turns.slots[static_cast<size_t>(i)]); owner >= 0) return owner;
+    return -1;
+}
+
 void count_rows(const int32_t* ids, int64_t n, std::span<int32_t> counts) {
     std::fill(counts.begin(), counts.end(), 0);
     for (int64_t i = 0; i < n; ++i)

@@ -25,6 +25,18 @@ struct Placement {
     static Placement contiguous(int64_t ranks, int64_t experts);
 };
 
+/// Where experts have replicas: the slots that one rank's rows for an expert go to, in turn. A slot is what the rest of this
+/// file calls an expert: something with one owner. Empty: every expert is its own slot.
+struct Turns {
+    std::vector<int32_t> first;      ///< [E+1] into slots: the turn of expert e is slots[first[e]..first[e+1])
+    std::vector<int32_t> slots;      ///< a slot may stand in a turn several times
+    std::vector<int32_t> expert_of;  ///< [S]
+    int64_t start = 0;               ///< the rank's j-th row for an expert takes place (start + j) mod length of its turn
+
+    bool empty() const { return first.empty(); }
+    int64_t experts() const { return static_cast<int64_t>(first.size()) - 1; }
+};
+
 /// Where the row of one slot (token, k) goes.
 struct RowPlace {
     int32_t rank;  ///< owner of the expert; -1 for an unused slot
@@ -33,6 +45,14 @@ struct RowPlace {
 
 /// First index of an id outside -1..experts-1, or n when all are good.
 int64_t find_bad_id(const int32_t* ids, int64_t n, int64_t experts);
+
+/// The slot of each id, by turns; one whose owner has `left` [R] is passed over. -1 for an unused id, and for an expert all of
+/// whose owners have left. With empty turns the id itself. `next` [E] is scratch. Ids are good. May be done in place.
+void take_turns(const Turns& turns, const Placement& placement, std::span<const uint8_t> left, const int32_t* ids, int64_t n,
+                std::span<int32_t> next, int32_t* slots);
+
+/// An owner of the expert that has not `left` [R], or -1. With empty turns there is one owner to ask for.
+int32_t living_owner(const Turns& turns, const Placement& placement, std::span<const uint8_t> left, int32_t expert);
 
 /// counts [E] = how often each expert occurs in ids [n]; -1 is skipped. Ids are good.
 void count_rows(const int32_t* ids, int64_t n, std::span<int32_t> counts);

@@ -1,0 +1,387 @@
+// Facts about load balance: statistics, router helpers, placement tables, the planner, and sessions with replicas.
+//
+// Values come from arithmetic by hand; what a session must give comes from the reference, which knows no placement.
+#include "switchyard/balance.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <numeric>
+#include <set>
+
+#include "ep/routing.hpp"
+#include "plan/placement.hpp"
+#include "switchyard/plan.hpp"
+#include "testing.hpp"
+
+namespace switchyard::test {
+namespace {
+
+using Loads = std::vector<uint64_t>;
+
+// ------------------------------------------------------------------------------------------------------------- statistics
+
+TEST(LoadStatistics, AreThoseOfArithmeticByHand) {
+    const LoadStatistics s = load_statistics(Loads{1, 7, 0, 4}, 2.0);
+    EXPECT_EQ(s.total, 12U);
+    EXPECT_EQ(s.mean, 3.0);
+    EXPECT_EQ(s.max, 7U);
+    EXPECT_DOUBLE_EQ(s.imbalance, 7.0 / 3.0);
+    // Mean absolute difference over all pairs: 2 * (1+7+4 + 6+3 + ... ) = 2*(6+1+3+7+3+4) = 48; / (2 n^2 mean) = 48 / 96.
+    EXPECT_DOUBLE_EQ(s.gini, 0.5);
+    EXPECT_EQ(s.hot, (std::vector<int32_t>{1}));
+    EXPECT_EQ(load_statistics(Loads{1, 7, 0, 4}, 1.0).hot, (std::vector<int32_t>{1, 3}));
+    EXPECT_EQ(load_statistics(Loads{5, 5, 5}, 1.0).hot, (std::vector<int32_t>{0, 1, 2}));  // ties by index
+}
+
+TEST(LoadStatistics, OfEvenAndOneSidedLoadsAreTheEndsOfTheirScales) {
+    EXPECT_EQ(load_statistics(Loads{9, 9, 9}).imbalance, 1.0);
+    EXPECT_EQ(load_statistics(Loads{9, 9, 9}).gini, 0.0);
+    EXPECT_EQ(load_statistics(Loads{0, 0, 8, 0}).imbalance, 4.0);
+    EXPECT_DOUBLE_EQ(load_statistics(Loads{0, 0, 8, 0}).gini, 0.75);
+    EXPECT_EQ(load_statistics({}).imbalance, 1.0);
+    EXPECT_EQ(load_statistics(Loads{0, 0}).imbalance, 1.0);
+    EXPECT_TRUE(load_statistics(Loads{0, 0}).hot.empty());
+    EXPECT_TRUE(is_error(outcome_of([] { load_statistics(Loads{1}, 0); }), Code::bad_input, {"hot_factor is 0"}));
+}
+
+// -------------------------------------------------------------------------------------------------------- router's helpers
+
+TEST(AuxiliaryLoss, IsTheFormulaOfTheSwitchTransformer) {
+    // T 2, E 2, K 1. f = (1, 0), P = ((0.75 + 0.5) / 2, ...) = (0.625, 0.375): 0.01 * 2 * 0.625.
+    const std::vector<float> probs = {0.75F, 0.25F, 0.5F, 0.5F};
+    EXPECT_DOUBLE_EQ(switch_auxiliary_loss(probs, std::vector<int32_t>{0, 0}, 2, 1, 0.01), 0.0125);
+    // K 2 with an unused slot: f = (2/4, 1/4): 1 * 2 * (0.5 * 0.625 + 0.25 * 0.375).
+    EXPECT_DOUBLE_EQ(switch_auxiliary_loss(probs, std::vector<int32_t>{0, 1, 0, -1}, 2, 2, 1.0), 0.8125);
+    // Even in both: alpha.
+    EXPECT_DOUBLE_EQ(switch_auxiliary_loss(std::vector<float>(4, 0.5F), std::vector<int32_t>{0, 1}, 2, 1, 0.25), 0.25);
+    EXPECT_EQ(switch_auxiliary_loss({}, {}, 4, 2, 1.0), 0.0);
+}
+
+TEST(AuxiliaryLoss, RefusesWhatDoesNotFit) {
+    const std::vector<float> probs(4);
+    const auto loss = [&](std::vector<int32_t> ids, int64_t e, int64_t k) {
+        return outcome_of([&] { switch_auxiliary_loss(probs, ids, e, k, 1); });
+    };
+    EXPECT_TRUE(is_error(loss({0, 2}, 2, 1), Code::bad_input, {"topk_ids[1][0] is 2", "0..1"}));
+    EXPECT_TRUE(is_error(loss({0, 1, 0}, 2, 2), Code::bad_input, {"3 slots", "topk 2"}));
+    EXPECT_TRUE(is_error(loss({0}, 2, 1), Code::bad_input, {"4 numbers", "are 2"}));
+}
+
+TEST(BiasUpdate, RaisesWhatIsBelowTheMeanAndLowersWhatIsAbove) {
+    std::vector<float> bias = {0.5F, 0.5F, 0.5F};
+    update_bias(bias, Loads{1, 2, 3}, 0.125F);
+    EXPECT_EQ(bias, (std::vector<float>{0.625F, 0.5F, 0.375F}));
+    update_bias(bias, Loads{4, 4, 5}, 0.125F);  // the mean is no whole number
+    EXPECT_EQ(bias, (std::vector<float>{0.75F, 0.625F, 0.25F}));
+    EXPECT_TRUE(is_error(outcome_of([&] { update_bias(bias, Loads{1}, 1); }), Code::bad_input, {"3 experts", "1"}));
+}
+
+TEST(Capacity, KeepsTheFirstOfEachExpertInOrderAndCountsTheRest) {
+    // T 3, K 2, E 2, factor 0.5: ceil(0.5 * 6 / 2) = 2 rows of each expert.
+    std::vector<int32_t> ids = {0, 1, 0, 0, -1, 0};
+    const CapacityResult r = apply_capacity(ids, 2, 2, 0.5);
+    EXPECT_EQ(r.capacity, 2);
+    EXPECT_EQ(ids, (std::vector<int32_t>{0, 1, 0, -1, -1, -1}));
+    EXPECT_EQ(r.dropped, (std::vector<int64_t>{2, 0}));
+    EXPECT_EQ(r.dropped_total, 2);
+}
+
+TEST(Capacity, RoundsUpButNotTheNoiseOfAProduct) {
+    std::vector<int32_t> ids(10, 0);
+    EXPECT_EQ(apply_capacity(ids, 1, 1, 1.1).capacity, 11);  // 1.1 * 10 is 11.000000000000002
+    EXPECT_EQ(apply_capacity(ids, 1, 3, 1.0).capacity, 4);   // 3.33
+    EXPECT_EQ(std::count(ids.begin(), ids.end(), -1), 6);
+    EXPECT_EQ(apply_capacity(ids, 1, 3, 0.0).dropped_total, 4);
+    EXPECT_EQ(apply_capacity({}, 2, 3, 1e300).capacity, 0);
+    std::vector<int32_t> bad = {0, 7};
+    EXPECT_TRUE(is_error(outcome_of([&] { apply_capacity(bad, 1, 3, 0); }), Code::bad_input, {"topk_ids[1][0] is 7"}));
+    EXPECT_EQ(bad, (std::vector<int32_t>{0, 7}));
+    EXPECT_TRUE(is_error(outcome_of([&] { apply_capacity(ids, 1, 3, -1); }), Code::bad_input, {"capacity_factor is -1"}));
+}
+
+// ------------------------------------------------------------------------------------------------------------------ tables
+
+PlacementTable table_of(int64_t ranks, int64_t experts, std::vector<int32_t> expert_of, std::vector<int32_t> parts = {}) {
+    PlacementTable t;
+    t.ranks = ranks;
+    t.experts = experts;
+    t.expert_of = std::move(expert_of);
+    t.parts = std::move(parts);
+    return t;
+}
+
+TEST(PlacementTable, GivesASlotToTheRankThatWouldOwnSuchAnExpert) {
+    for (int64_t ranks = 1; ranks <= 9; ++ranks)
+        for (int64_t slots = 1; slots <= 30; ++slots) {
+            const PlacementTable t = table_of(ranks, slots, std::vector<int32_t>(static_cast<size_t>(slots)));
+            for (int64_t r = 0; r < ranks; ++r)
+                for (int64_t s = experts_of(r, ranks, slots).first; s < experts_of(r, ranks, slots).last; ++s)
+                    ASSERT_EQ(t.rank_of(s), r) << s << " of " << slots << " on " << ranks;
+        }
+}
+
+TEST(PlacementTable, RefusesWhatItMustNotHold) {
+    const auto refused = [](const PlacementTable& t, std::initializer_list<std::string> words) {
+        return is_error({t.check().code(), t.check().text()}, Code::bad_input, words);
+    };
+    EXPECT_TRUE(table_of(2, 3, {0, 1, 0, 2}).check().ok());
+    EXPECT_TRUE(refused(table_of(2, 3, {0, 0, 1, 2}), {"slot 1", "rank 0", "expert 0 a second time"}));
+    EXPECT_TRUE(refused(table_of(2, 3, {0, 1, 0, 1}), {"expert 2 lies in no slot"}));
+    EXPECT_TRUE(refused(table_of(2, 3, {0, 1, 0, 3}), {"slot 3 holds expert 3", "0..2"}));
+    EXPECT_TRUE(refused(table_of(2, 3, {0, 1}), {"2 slots for 3 experts"}));
+    EXPECT_TRUE(refused(table_of(0, 3, {0, 1, 2}), {"0 ranks"}));
+    EXPECT_TRUE(refused(table_of(2, 2, {0, 1}, {1}), {"2 slots and 1 parts"}));
+    EXPECT_TRUE(refused(table_of(2, 2, {0, 1}, {1, 0}), {"slot 1 has 0 parts"}));
+}
+
+TEST(PlacementTable, TextComesBackAndTheHashTellsTablesApart) {
+    PlacementTable t = table_of(2, 3, {0, 1, 0, 2});
+    EXPECT_EQ(PlacementTable::from_text(t.to_text()), t);
+    const uint64_t plain = t.hash();
+    t.parts = {3, 1, 1, 1};
+    t.choice = ReplicaChoice::least_loaded;
+    EXPECT_EQ(PlacementTable::from_text(t.to_text()), t);
+    EXPECT_NE(t.hash(), plain);
+    EXPECT_EQ(PlacementTable::from_text(t.to_text()).hash(), t.hash());
+    PlacementTable moved = t;
+    std::swap(moved.expert_of[0], moved.expert_of[1]);
+    EXPECT_NE(moved.hash(), t.hash());
+    // FNV-1a by hand of (1, 1, 1, 0, 0, 0) as 48 bytes; a number in a file of today must be the number of tomorrow.
+    uint64_t h = 0xCBF29CE484222325;
+    for (const uint64_t word : {1U, 1U, 1U, 0U, 0U, 0U})
+        for (int byte = 0; byte < 8; ++byte) h = (h ^ (word >> 8 * byte & 255)) * 0x100000001B3;
+    EXPECT_EQ(PlacementTable::contiguous(1, 1).hash(), h);
+}
+
+TEST(PlacementTable, ReadsNoTextThatIsNoTable) {
+    const auto refused = [](const char* text, const char* word) {
+        return is_error(outcome_of([&] { PlacementTable::from_text(text); }), Code::bad_input, {"placement table", word});
+    };
+    EXPECT_TRUE(refused("", "\"{\" expected"));
+    EXPECT_TRUE(refused("{}", "no key"));
+    EXPECT_TRUE(refused(R"({"switchyard_placement": 2})", "version 2"));
+    EXPECT_TRUE(refused(R"({"switchyard_placement": 1, "rank": 3})", "key \"rank\""));
+    EXPECT_TRUE(refused("{\"switchyard_placement\": 1,\n \"ranks\": -3}", "line 2"));
+    EXPECT_TRUE(refused(R"({"switchyard_placement": 1, "choice": "any"})", "choice \"any\""));
+    EXPECT_TRUE(refused(R"({"switchyard_placement": 1, "expert_of": [0, 1})", "\"]\" expected"));
+    EXPECT_TRUE(refused(R"({"switchyard_placement": 1, "ranks)", "without its end"));
+    EXPECT_TRUE(refused(R"({"switchyard_placement": 1, "ranks": 1, "experts": 2, "expert_of": [0]})", "1 slots for 2"));
+    EXPECT_TRUE(refused(R"({"switchyard_placement": 1, "ranks": 1, "experts": 1, "expert_of": [0]} x)", "behind"));
+}
+
+// ----------------------------------------------------------------------------------------------------------------- choice
+
+TEST(ReplicaChoice, RoundRobinCountsARanksRowsForAnExpert) {
+    // Expert 0 in slots 0 and 2, expert 1 in slot 1 and 3, expert 2 in slot 4. Rank r begins at replica r mod 2.
+    const PlacementTable t = table_of(3, 3, {0, 1, 0, 1, 2});
+    const std::vector<int32_t> ids = {0, 0, 1, 2, -1, 0, 1, 2};
+    EXPECT_EQ(slots_of(t, 0, ids), (std::vector<int32_t>{0, 2, 1, 4, -1, 0, 3, 4}));
+    EXPECT_EQ(slots_of(t, 1, ids), (std::vector<int32_t>{2, 0, 3, 4, -1, 2, 1, 4}));
+    EXPECT_TRUE(is_error(outcome_of([&] { slots_of(t, 0, std::vector<int32_t>{3}); }), Code::bad_input, {"topk_ids[0] is 3"}));
+}
+
+TEST(ReplicaChoice, NearestStaysAtHomeWhereItCan) {
+    PlacementTable t = table_of(3, 3, {0, 1, 0, 1, 2});  // ranks own slots 0-1, 2-3, 4
+    t.choice = ReplicaChoice::nearest;
+    const std::vector<int32_t> ids = {0, 0, 1, 1, 2};
+    EXPECT_EQ(slots_of(t, 0, ids), (std::vector<int32_t>{0, 0, 1, 1, 4}));
+    EXPECT_EQ(slots_of(t, 1, ids), (std::vector<int32_t>{2, 2, 3, 3, 4}));
+    EXPECT_EQ(slots_of(t, 2, ids), (std::vector<int32_t>{0, 2, 1, 3, 4}));
+}
+
+TEST(ReplicaChoice, LeastLoadedKeepsToThePartsAtEveryLength) {
+    PlacementTable t = table_of(2, 1, {0, 0}, {3, 1});
+    t.choice = ReplicaChoice::least_loaded;
+    const std::vector<int32_t> ids(8, 0);
+    EXPECT_EQ(slots_of(t, 0, ids), (std::vector<int32_t>{0, 0, 1, 0, 0, 0, 1, 0}));
+    EXPECT_EQ(slots_of(t, 1, ids), (std::vector<int32_t>{0, 1, 0, 0, 0, 1, 0, 0}));
+}
+
+TEST(ReplicaChoice, PassesOverOwnersThatHaveLeft) {
+    const PlacementTable t = table_of(3, 2, {0, 1, 0, 1, 0});  // rank 0: 0 1, rank 1: 0 1, rank 2: 0
+    const ep::Placement owners = ep::Placement::contiguous(3, 5);
+    const ep::Turns turns = plan::turns_of(t, 0);
+    std::vector<int32_t> ids = {0, 0, 0, 1, 1, -1}, next(5);
+    const std::vector<uint8_t> one_left = {0, 1, 0};
+    ep::take_turns(turns, owners, one_left, ids.data(), 6, next, ids.data());
+    EXPECT_EQ(ids, (std::vector<int32_t>{0, 4, 0, 1, 1, -1}));
+    ids = {0, 1, 0, 1, 0, 1};
+    const std::vector<uint8_t> two_left = {1, 1, 0};
+    ep::take_turns(turns, owners, two_left, ids.data(), 6, next, ids.data());
+    EXPECT_EQ(ids, (std::vector<int32_t>{4, -1, 4, -1, 4, -1}));
+    EXPECT_EQ(ep::living_owner(turns, owners, one_left, 1), 0);
+    EXPECT_EQ(ep::living_owner(turns, owners, two_left, 1), -1);
+    ids = {0, 2, 4, 1};
+    ep::take_turns({}, owners, two_left, ids.data(), 4, next, ids.data());  // without a table an id is its slot
+    EXPECT_EQ(ids, (std::vector<int32_t>{-1, -1, 4, -1}));
+}
+
+// ---------------------------------------------------------------------------------------------------------------- planner
+
+Loads zipf(int64_t experts, double exponent, uint64_t seed) {
+    Loads loads;
+    for (int64_t i = 1; i <= experts; ++i)
+        loads.push_back(static_cast<uint64_t>(1e7 * std::pow(static_cast<double>(i), -exponent)));
+    std::mt19937_64 random(seed);
+    for (size_t i = loads.size(); i > 1; --i) std::swap(loads[i - 1], loads[random() % i]);
+    return loads;
+}
+
+double imbalance(const std::vector<double>& loads) {
+    const double sum = std::accumulate(loads.begin(), loads.end(), 0.0);
+    return sum > 0 ? *std::max_element(loads.begin(), loads.end()) * static_cast<double>(loads.size()) / sum : 1.0;
+}
+
+// No table with equal shares can do better: an expert whose replicas carry at most `most` each needs load / most of them, at
+// most one per rank, and there are only so many slots. Nor can any be more even than even.
+double bound_of(const Loads& loads, int64_t ranks, int64_t slots) {
+    const double mean =
+        static_cast<double>(std::accumulate(loads.begin(), loads.end(), uint64_t{0})) / static_cast<double>(ranks);
+    double low = 0, high = 1e12;
+    for (int step = 0; step < 200; ++step) {
+        const double most = (low + high) / 2;
+        double needed = 0;
+        bool fits = true;
+        for (const uint64_t load : loads) {
+            const double replicas = std::max(1.0, std::ceil(static_cast<double>(load) / most));
+            needed += replicas;
+            fits = fits && replicas <= static_cast<double>(ranks);
+        }
+        (fits && needed <= static_cast<double>(slots) ? high : low) = most;
+    }
+    return std::max(1.0, high / mean);
+}
+
+struct Shape {
+    int64_t ranks, experts;
+};
+
+TEST(Planner, BringsZipfWithAQuarterOfReplicasBelow115) {
+    std::printf("%6s %8s %6s  %10s %8s %12s %13s\n", "ranks", "experts", "slots", "contiguous", "bound", "round_robin",
+                "least_loaded");
+    for (const Shape shape : {Shape{2, 8},
+                              {2, 16},
+                              {4, 32},
+                              {4, 64},
+                              {8, 64},
+                              {8, 128},
+                              {8, 256},
+                              {16, 128},
+                              {16, 256},
+                              {32, 256},
+                              {7, 100},
+                              {12, 160},
+                              {64, 256},
+                              {128, 512}}) {
+        const int64_t slots = shape.experts + shape.experts / 4;
+        double worst_even = 0, worst_parts = 0, before = 0, bound = 0;
+        for (uint64_t seed = 0; seed < 5; ++seed) {
+            const Loads loads = zipf(shape.experts, 1.2, seed);
+            PlacementTable t = plan_placement(loads, {.ranks = shape.ranks, .slots = slots});
+            ASSERT_TRUE(t.check().ok()) << t.check().text();
+            ASSERT_EQ(t.slots(), slots);
+            worst_parts = std::max(worst_parts, imbalance(planned_rank_loads(t, loads)));
+            t.choice = ReplicaChoice::round_robin;
+            worst_even = std::max(worst_even, imbalance(planned_rank_loads(t, loads)));
+            before =
+                std::max(before, imbalance(planned_rank_loads(PlacementTable::contiguous(shape.ranks, shape.experts), loads)));
+            bound = std::max(bound, bound_of(loads, shape.ranks, slots));
+        }
+        std::printf("%6lld %8lld %6lld  %10.3f %8.3f %12.3f %13.3f\n", static_cast<long long>(shape.ranks),
+                    static_cast<long long>(shape.experts), static_cast<long long>(slots), before, bound, worst_even,
+                    worst_parts);
+        EXPECT_LE(worst_even, 1.15) << shape.ranks << " ranks, " << shape.experts << " experts";
+        EXPECT_LE(worst_parts, 1.15) << shape.ranks << " ranks, " << shape.experts << " experts";
+        EXPECT_GE(worst_even, bound - 1e-6) << "the bound is none";
+    }
+}
+
+TEST(Planner, DoesWhatHandsWouldDo) {
+    // Loads 4 1 1 2 on 2 ranks with 6 slots: the spare ones go to 4 (2+2), then, of 2 and 2 and 2, to the lowest that has no
+    // replica on every rank: expert 3 (1+1). All replicas are then 1 or 2, and 4 4 is reached.
+    const Loads loads = {4, 1, 1, 2};
+    const PlacementTable t = plan_placement(loads, {.ranks = 2, .slots = 6, .choice = ReplicaChoice::round_robin});
+    EXPECT_EQ(planned_rank_loads(t, loads), (std::vector<double>{4, 4}));
+    EXPECT_EQ(std::count(t.expert_of.begin(), t.expert_of.end(), 0), 2);
+    EXPECT_EQ(std::count(t.expert_of.begin(), t.expert_of.end(), 3), 2);
+    EXPECT_TRUE(t.parts.empty());
+    // Shares: 3 and 1 beside a hot 8 on both ranks come out even only when the hot expert's replicas take 5 and 3.
+    PlacementTable uneven = plan_placement(Loads{8, 3, 1}, {.ranks = 2, .slots = 4});
+    EXPECT_EQ(planned_rank_loads(uneven, Loads{8, 3, 1}), (std::vector<double>{6, 6}));
+}
+
+TEST(Planner, KeepsItsPromisesForAnyLoads) {
+    Random random;
+    for (int64_t round = 0; round < scaled(400); ++round) {
+        PlanArgs args;
+        args.ranks = 1 + random.below(12);
+        const int64_t experts = 1 + random.below(40);
+        const int64_t most = std::min(args.ranks * experts, experts + 30);
+        args.slots = experts + random.below(most - experts + 1);
+        args.ranks_per_group = random.below(5);
+        args.expert_groups = random.one_in(2) ? 0 : 1 + random.below(8);
+        args.choice = random.pick({ReplicaChoice::round_robin, ReplicaChoice::nearest, ReplicaChoice::least_loaded});
+        Loads loads;
+        for (int64_t e = 0; e < experts; ++e)
+            loads.push_back(random.one_in(4) ? 0 : static_cast<uint64_t>(std::exp(static_cast<double>(random.below(20)))));
+        const PlacementTable t = plan_placement(loads, args);
+        ASSERT_TRUE(t.check().ok()) << t.check().text() << " in round " << round;
+        ASSERT_EQ(t.slots(), args.slots);
+        EXPECT_EQ(t, plan_placement(loads, args));
+        const std::vector<double> planned = planned_rank_loads(t, loads);
+        const double sum = static_cast<double>(std::accumulate(loads.begin(), loads.end(), uint64_t{0}));
+        EXPECT_NEAR(std::accumulate(planned.begin(), planned.end(), 0.0), sum, 1e-9 * sum);
+        if (!is_hierarchical(experts, args)) continue;
+        // All replicas of an expert, and all experts of a group, on one host; as many groups on each.
+        const int64_t groups = args.expert_groups ? args.expert_groups : experts;
+        std::map<int64_t, std::set<int64_t>> hosts_of, groups_on;
+        for (int64_t s = 0; s < t.slots(); ++s) {
+            const int64_t group = t.expert_of[static_cast<size_t>(s)] / (experts / groups);
+            hosts_of[group].insert(t.rank_of(s) / args.ranks_per_group);
+            groups_on[t.rank_of(s) / args.ranks_per_group].insert(group);
+        }
+        for (const auto& [group, hosts] : hosts_of) EXPECT_EQ(hosts.size(), 1U) << "group " << group << " in round " << round;
+        for (const auto& [host, on] : groups_on)
+            EXPECT_EQ(on.size(), static_cast<size_t>(groups * args.ranks_per_group / args.ranks));
+    }
+}
+
+TEST(Planner, IsHierarchicalOnlyWhereEverythingDivides) {
+    EXPECT_TRUE(is_hierarchical(64, {.ranks = 8, .slots = 80, .ranks_per_group = 4, .expert_groups = 8}));
+    EXPECT_TRUE(is_hierarchical(64, {.ranks = 8, .slots = 80, .ranks_per_group = 4}));
+    EXPECT_FALSE(is_hierarchical(64, {.ranks = 8, .slots = 80}));
+    EXPECT_FALSE(is_hierarchical(64, {.ranks = 8, .slots = 80, .ranks_per_group = 8}));
+    EXPECT_FALSE(is_hierarchical(64, {.ranks = 8, .slots = 81, .ranks_per_group = 4}));
+    EXPECT_FALSE(is_hierarchical(64, {.ranks = 8, .slots = 80, .ranks_per_group = 3}));
+    EXPECT_FALSE(is_hierarchical(63, {.ranks = 8, .slots = 80, .ranks_per_group = 4}));
+    EXPECT_FALSE(is_hierarchical(63, {.ranks = 8, .slots = 80, .ranks_per_group = 4, .expert_groups = 7}));
+}
+
+TEST(Planner, RefusesWhatCannotBe) {
+    const auto refused = [](Loads loads, const PlanArgs& args, std::initializer_list<std::string> words) {
+        return is_error(outcome_of([&] { plan_placement(loads, args); }), Code::bad_input, words);
+    };
+    EXPECT_TRUE(refused({1, 1}, {.ranks = 2, .slots = 1}, {"1 slots for 2 experts", "2 (one per expert) to 4"}));
+    EXPECT_TRUE(refused({1, 1}, {.ranks = 2, .slots = 5}, {"5 slots"}));
+    EXPECT_TRUE(refused({1, 1}, {.ranks = 0, .slots = 2}, {"0 ranks"}));
+    EXPECT_TRUE(refused({}, {.ranks = 2, .slots = 2}, {"no loads"}));
+}
+
+TEST(WeightMoves, TakeFromTheHolderThatSendsLeast) {
+    // Old: rank 0 holds 0 1, rank 1 holds 0 2, rank 2 holds 3. New: rank 0: 0 2, rank 1: 3 0, rank 2: 0 1.
+    const PlacementTable from = table_of(3, 4, {0, 1, 0, 2, 3});
+    PlacementTable to = table_of(3, 4, {0, 2, 3, 0, 0, 1});
+    std::vector<std::vector<int32_t>> moves;
+    for (const WeightMove& m : weight_moves(from, to)) moves.push_back({m.slot, m.expert, m.source, m.target});
+    // Slot 4 wants expert 0 of rank 0 (sends nothing yet) or rank 1 (sends expert 2 already).
+    EXPECT_EQ(moves, (std::vector<std::vector<int32_t>>{
+                         {0, 0, 0, 0}, {1, 2, 1, 0}, {2, 3, 2, 1}, {3, 0, 1, 1}, {4, 0, 0, 2}, {5, 1, 0, 2}}));
+    EXPECT_TRUE(is_error(outcome_of([&] {
+                             weight_moves(from, table_of(2, 4, {0, 1, 2, 3}));
+                         }),
+                         Code::bad_input, {"3 ranks", "of 2"}));
+}
+
+}  // namespace
+}  // namespace switchyard::test
