@@ -20,6 +20,7 @@
 #include "rank.hpp"
 #include "report.hpp"
 #include "results.hpp"
+#include "strategies.hpp"
 
 namespace switchyard::bench {
 namespace {
@@ -115,13 +116,14 @@ void add_flags(CLI::App& app, Flags& flags, std::string& dtype, std::string& sim
     app.add_flag("--bars", flags.bars, "play what the bars need; say of each bar whether it is reached");
     app.add_flag("--seed-table", flags.seed_table, "the CANN sample's published table beside ours");
     app.add_flag("--curves", flags.curves, "what a row costs along tokens, ranks, topk, experts, hidden, skew");
+    app.add_flag("--strategies", flags.strategies, "every landing on a grid of tokens, skew and ranks; what auto loses");
     app.add_option("--rounds", flags.rounds,
                    "exactly so many, at least 4, which hold every kind of call; default: as many as fit into "
                    "--seconds")
         ->check(CLI::Range(4, 1'000'000))
         ->type_name("ROUNDS");
     app.add_option("--seconds", flags.seconds,
-                   "about how long a scenario's timed rounds take; default 4, with --bars 8, with --curves 1")
+                   "about how long a scenario's timed rounds take; default 4, with --bars 8, with --curves and --strategies 1")
         ->check(CLI::PositiveNumber)
         ->type_name("SECONDS");
     app.add_option("--hidden,--h", flags.base.options.hidden, "width of a token")
@@ -205,8 +207,9 @@ int bench_main(int argc, char** argv) {
     if (flags.scenarios.empty()) flags.scenarios = {"decode", "prefill"};
     if (flags.ranks.empty()) flags.ranks = {"2"};
     if (flags.quants.empty()) flags.quants = {"none"};
-    if (flags.seconds == 0) flags.seconds = flags.bars ? 8 : flags.curves ? 1 : 4;
-    if (flags.bars + flags.seed_table + flags.curves > 1) throw Mistake("--bars, --seed-table, --curves: choose one");
+    if (flags.seconds == 0) flags.seconds = flags.bars ? 8 : flags.curves || flags.strategies ? 1 : 4;
+    if (flags.bars + flags.seed_table + flags.curves + flags.strategies > 1)
+        throw Mistake("--bars, --seed-table, --curves, --strategies: choose one");
 
     const Plan plan = make_plan(flags);
     if (const int tree = tree_of_rank(); tree >= 0) return rank_main(flags, plan.trees.at(static_cast<size_t>(tree)));
@@ -232,15 +235,21 @@ int bench_main(int argc, char** argv) {
         moves = steps(results);
         for (const Step& s : moves) lines.push_back(s.to_json());
     }
+    std::vector<Choice> taken;
+    if (flags.strategies) {
+        taken = choices(results);
+        for (const Choice& c : taken) lines.push_back(c.to_json());
+    }
     if (flags.seed_table)
         for (json& line : seed_table_lines(results)) lines.push_back(std::move(line));
 
     if (flags.json) {
         for (const json& line : lines) fmt::print("{}\n", line.dump());
     } else {
-        if (!flags.seed_table && !flags.curves) print_results(results, short_form);
+        if (!flags.seed_table && !flags.curves && !flags.strategies) print_results(results, short_form);
         if (flags.bars) print_bars(bars);
         if (flags.curves) print_curves(results, moves);
+        if (flags.strategies) print_strategies(results, taken);
         if (flags.seed_table) print_seed_table(results);
     }
     if (report) {

@@ -102,6 +102,7 @@ const std::vector<ContestantInfo>& contestants() {
         {"gloo", "the same steps with gloo::alltoall and gloo::alltoallv over TCP on the loopback device", false, false, 6,
          make_gloo},
 #endif
+        {"landing", "Switchyard with the landing of its shape; combine reads", false, true, 4, make_landing},
         {"memcpy_memory", "memcpy of rows from memory", false, true, 0, make_memcpy_memory},
         {"encode_memory", "encode of rows from memory", false, true, 0, make_encode_memory},
         {"memcpy_cache", "memcpy of rows from cache", false, true, 0, make_memcpy_cache},

@@ -145,6 +145,7 @@ const ContestantInfo* find_contestant(const std::string& name);
 std::unique_ptr<Contestant> make_limit(const Task& task);
 std::unique_ptr<Contestant> make_packed(const Task& task);
 std::unique_ptr<Contestant> make_in_place(const Task& task);
+std::unique_ptr<Contestant> make_landing(const Task& task);
 std::unique_ptr<Contestant> make_padded(const Task& task);
 std::unique_ptr<Contestant> make_sample(const Task& task);
 std::unique_ptr<Contestant> make_allgather(const Task& task);

@@ -7,6 +7,7 @@
 #include "bars.hpp"
 #include "contestant.hpp"
 #include "curves.hpp"
+#include "strategies.hpp"
 
 namespace switchyard::bench {
 
@@ -112,6 +113,7 @@ Plan make_plan(const Flags& flags) {
     if (flags.bars) return bars_plan(flags);
     if (flags.seed_table) return seed_table_plan(flags);
     if (flags.curves) return curves_plan(flags);
+    if (flags.strategies) return strategies_plan(flags);
 
     for (const std::string& name : flags.contestants)
         if (!find_contestant(name))

@@ -40,7 +40,7 @@ struct Flags {
     std::vector<std::string> ranks, quants, contestants;
     tools::Case base;  ///< hidden, topk, dtype, seed, routing, workers, simd
     int64_t experts_per_rank = 4;
-    bool bars = false, seed_table = false, curves = false, json = false;
+    bool bars = false, seed_table = false, curves = false, strategies = false, json = false;
     bool hidden_is_default = true;
     int rounds = 0;  ///< exactly so many; 0: as many as fit into `seconds`
     double seconds = 0;

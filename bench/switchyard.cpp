@@ -79,7 +79,8 @@ class OurSession final : public Contestant {
     Moved moved() const override {
         const SessionStats now = session_.stats();
         int64_t again = 0;  // what closing the gaps writes a second time
-        if (session_.options().landing == Landing::padded)
+        const Landing landing = session_.options().landing;
+        if (landing == Landing::padded || landing == Landing::alltoallv)
             again = task_.rows * (task_.row().payload_bytes + task_.row().scale_bytes());
         // A pushed row is written, then read by the sum.
         const int64_t home = static_cast<int64_t>(now.bytes_home - before_.bytes_home);
@@ -112,6 +113,9 @@ std::unique_ptr<Contestant> make_packed(const Task& task) {
 }
 std::unique_ptr<Contestant> make_in_place(const Task& task) {
     return std::make_unique<OurSession>(task, Landing::in_place, CombinePath::read);
+}
+std::unique_ptr<Contestant> make_landing(const Task& task) {
+    return std::make_unique<OurSession>(task, task.options().landing, CombinePath::read);
 }
 std::unique_ptr<Contestant> make_padded(const Task& task) {
     return std::make_unique<OurSession>(task, Landing::padded, CombinePath::push);

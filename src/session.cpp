@@ -20,6 +20,7 @@
 #include "ep/regroup.hpp"
 #include "layout/window.hpp"
 #include "quant/quant.hpp"
+#include "switchyard/strategy.hpp"
 #include "transport/transport.hpp"
 
 namespace switchyard {
@@ -271,6 +272,8 @@ struct Session::Impl {
     std::vector<int64_t> waits;  // [R] ns that this rank lacked only what that rank, and those behind it, owed
     std::vector<int> pinned;     // [workers-1] CPU of each helper, with option pin
     uint64_t last_epoch = 0;
+    std::vector<Estimate> estimates;  // of landing automatic, cheapest first
+    std::string calibration_source;
     Patience patience;
     Status untold;  // an error of mine that the other ranks must hear of in the next dispatch
     bool connected = false;
@@ -354,6 +357,17 @@ Status Session::Impl::prepare(Options options) {
                                              option_text(*find_option("simd"), options), have)};
     }
     options.simd = kernels->simd;
+    if (options.landing == Landing::automatic) {
+        try {
+            const Calibration calibration = load_calibration(calibration_path());
+            calibration_source = calibration.source;
+            estimates = estimate_landings(options, ranks, options.tokens_max, calibration);
+        } catch (const Error& e) {
+            return {e.code(), e.what()};
+        }
+        options.landing = estimates.front().landing;
+        options.group_ranks = estimates.front().group_ranks;
+    }
     layout::Window window{};
     if (Status s = ep::plan_window(options, ranks, &window); !s.ok()) return s;
     try {
@@ -659,6 +673,20 @@ std::string Session::memory_text() const {
     if (!s.pinned.empty())
         text += fmt::format(", helpers on CPU{} {}", s.pinned.size() > 1 ? "s" : "", fmt::join(s.pinned, ", "));
     return text;
+}
+std::string Session::explain() const {
+    const Impl& s = impl();
+    if (s.estimates.empty())
+        return fmt::format("landing {}, as asked for", option_text(*find_option("landing"), s.rank->options));
+    std::string text = fmt::format("landing {}, of these for {} tokens:\n",
+                                   option_text(*find_option("landing"), s.rank->options), s.rank->options.tokens_max);
+    for (const Estimate& e : s.estimates) {
+        Options o;
+        o.landing = e.landing;
+        text += fmt::format("  {:<10} {:>10.1f} us {:>12} bytes  {}\n", option_text(*find_option("landing"), o), e.us, e.bytes,
+                            e.why);
+    }
+    return text + fmt::format("figures: {}", s.calibration_source);
 }
 SessionStats Session::stats() const {
     return impl().rank->stats;

@@ -204,6 +204,8 @@ class SY_API Session {
     /// Nothing is bound or pinned that is not told here.
     std::string memory_text() const;
     SessionStats stats() const;
+    /// Why this landing: with landing automatic what each was expected to cost, cheapest first. Lines of text.
+    std::string explain() const;
 
     /// The last events, oldest first, at most 4096: the last few hundred calls. Allocates. They are always noted.
     std::vector<TraceEvent> trace() const;

@@ -146,8 +146,8 @@ Status bad_source(const Flight& flight, int64_t row, const Source& s) {
                         flight.epoch, row, s.rank, s.token, s.k)};
 }
 
-// Of a two-level dispatch: the ranks of one NUMA node, if they lie evenly; else such that there are about as many groups as
-// ranks in one. Equal on all ranks, which are on one machine.
+}  // namespace
+
 int64_t ranks_of_a_group(int64_t ranks) {
     const int64_t nodes = NumaMap().nodes();
     if (nodes > 1 && ranks % nodes == 0) return ranks / nodes;
@@ -155,8 +155,6 @@ int64_t ranks_of_a_group(int64_t ranks) {
     while (root * root < ranks) ++root;
     return root;
 }
-
-}  // namespace
 
 layout::WindowShape shape_of(const Options& o, int64_t ranks) {
     return {.ranks = ranks,

@@ -36,6 +36,10 @@ layout::WindowShape shape_of(const Options& options, int64_t ranks);
 /// address space could hold it.
 Status plan_window(Options& options, int64_t ranks, layout::Window* window);
 
+/// Of a two-level dispatch on this machine: the ranks of one NUMA node, if they lie evenly; else such that there are about as
+/// many groups as ranks in one. Equal on all ranks of a host.
+int64_t ranks_of_a_group(int64_t ranks);
+
 /// The last events of a session. One writer, no lock; noting one costs a look at the clock.
 class Trace {
  public:
