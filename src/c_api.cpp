@@ -10,6 +10,7 @@
 #include <string_view>
 #include <type_traits>
 
+#include "switchyard/exchange.hpp"
 #include "switchyard/session.hpp"
 #include "switchyard/switchyard.h"
 
@@ -22,6 +23,14 @@ struct sy_session {
 
     Session session;
     std::vector<ExpertBatch> batches;  // [depth]
+};
+
+struct sy_exchange {
+    Exchange exchange;
+};
+struct sy_received {
+    Received rows;
+    size_t payloads;
 };
 
 namespace {
@@ -88,6 +97,16 @@ template <>
 constexpr const char* type_name<sy_combine_args> = "sy_combine_args";
 template <>
 constexpr const char* type_name<sy_batch_view> = "sy_batch_view";
+template <>
+constexpr const char* type_name<sy_exchange_options> = "sy_exchange_options";
+template <>
+constexpr const char* type_name<sy_send_args> = "sy_send_args";
+template <>
+constexpr const char* type_name<sy_alltoallv_args> = "sy_alltoallv_args";
+template <>
+constexpr const char* type_name<sy_send_back_args> = "sy_send_back_args";
+template <>
+constexpr const char* type_name<sy_received_view> = "sy_received_view";
 
 // All structs are made of 8-byte units, so that a size that cuts a field in two can be told from an older struct.
 constexpr size_t unit = 8;
@@ -382,18 +401,26 @@ int32_t sy_experts_of(int64_t rank, int64_t ranks, int64_t experts, int64_t* fir
     });
 }
 
+namespace {
+
+Group group_of(const sy_group* given, const char* what) {
+    const sy_group known = read_struct(given, what);
+    Group group;
+    group.rank = known.rank;
+    group.size = known.size;
+    if (known.name) group.name = known.name;
+    if (known.token) group.token = known.token;
+    return group;
+}
+
+}  // namespace
+
 int32_t sy_open(const sy_options* options, const sy_group* group, sy_session** session) {
     return guarded([&] {
         need(session, "sy_open: session");
         *session = nullptr;
         const Options wanted = from_c(options, "sy_open: options");
-        const sy_group known = read_struct(group, "sy_open: group");
-        Group members;
-        members.rank = known.rank;
-        members.size = known.size;
-        if (known.name) members.name = known.name;
-        if (known.token) members.token = known.token;
-        *session = new sy_session(Session::open(wanted, members));
+        *session = new sy_session(Session::open(wanted, group_of(group, "sy_open: group")));
     });
 }
 
@@ -654,5 +681,197 @@ int32_t sy_batch_gather_f32(const sy_batch* batch, int64_t expert, int64_t first
         const ExpertBatch& b = open_batch(batch, "sy_batch_gather_f32: batch");
         need_tile(tile, count, "sy_batch_gather_f32: tile");
         b.gather_f32(expert, first, count, tile);
+    });
+}
+
+// ------------------------------------------------------------------------------------------------------------- exchange
+
+static_assert(SY_PAYLOADS_MAX == payloads_max);
+
+namespace {
+
+sy_exchange_options to_c(const ExchangeOptions& o) {
+    sy_exchange_options c{};
+    c.struct_size = sizeof c;
+    c.experts = o.experts;
+    c.topk = o.topk;
+    c.items_max = o.items_max;
+    c.rows_max = o.rows_max;
+    c.strategy = static_cast<int64_t>(o.strategy);
+    c.group_ranks = o.group_ranks;
+    c.depth = o.depth;
+    c.workers = o.workers;
+    c.timeout_ms = o.timeout_ms;
+    return c;
+}
+
+ExchangeOptions from_c(const sy_exchange_options* given, const char* what) {
+    const sy_exchange_options c = read_struct(given, what, to_c(ExchangeOptions{}));
+    if (c.payloads < 1 || c.payloads > SY_PAYLOADS_MAX)
+        refuse(Code::bad_input, fmt::format("{}: payloads is {}; allowed: 1..{}.", what, c.payloads, int{SY_PAYLOADS_MAX}));
+    ExchangeOptions o;
+    o.payload_bytes.assign(c.payload_bytes, c.payload_bytes + c.payloads);
+    o.experts = c.experts;
+    o.topk = c.topk;
+    o.items_max = c.items_max;
+    o.rows_max = c.rows_max;
+    const OptionInfo& landing = option_of("landing");
+    if (c.strategy < landing.low || c.strategy > landing.high)
+        refuse(Code::bad_input, fmt::format("{}: strategy is {}; allowed: {}..{} ({}).", what, c.strategy, landing.low,
+                                            landing.high, landing.values));
+    o.strategy = static_cast<Landing>(c.strategy);
+    o.group_ranks = c.group_ranks;
+    o.depth = c.depth;
+    o.workers = c.workers;
+    o.timeout_ms = c.timeout_ms;
+    return o;
+}
+
+// Reads a call's arguments; when they cannot be read the other ranks, which wait in this call, hear of it as of bad input.
+template <class Args>
+Args read_send(sy_exchange* exchange, const Args* args, sy_received** received, const char* what) {
+    try {
+        need(received, what);
+        return read_struct(args, what);
+    } catch (const Error&) {
+        try {
+            SendArgs bad;
+            bad.items = -1;
+            exchange->exchange.send(bad);
+        } catch (...) {
+        }
+        throw;
+    }
+}
+
+sy_received* kept(const sy_exchange* exchange, Received&& rows) {
+    return new sy_received{std::move(rows), exchange->exchange.options().payload_bytes.size()};
+}
+
+}  // namespace
+
+int32_t sy_exchange_options_init(sy_exchange_options* options, size_t struct_size) {
+    return guarded([&] {
+        need(options, "sy_exchange_options_init: options");
+        check_struct_size<sy_exchange_options>(struct_size);
+        write_struct(options, struct_size, to_c(ExchangeOptions{}));
+    });
+}
+
+int32_t sy_exchange_open(const sy_exchange_options* options, const sy_group* group, sy_exchange** exchange) {
+    return guarded([&] {
+        need(exchange, "sy_exchange_open: exchange");
+        *exchange = nullptr;
+        const ExchangeOptions wanted = from_c(options, "sy_exchange_open: options");
+        *exchange = new sy_exchange{Exchange::open(wanted, group_of(group, "sy_exchange_open: group"))};
+    });
+}
+
+int32_t sy_exchange_open_local(const sy_exchange_options* options, int32_t ranks, sy_exchange** exchanges) {
+    return guarded([&] {
+        need(exchanges, "sy_exchange_open_local: exchanges");
+        if (ranks < 1 || ranks > ranks_max)
+            refuse(Code::bad_input,
+                   fmt::format("sy_exchange_open_local: the group has {} ranks; allowed: 1..{}.", ranks, ranks_max));
+        std::fill_n(exchanges, ranks, nullptr);
+        std::vector<std::unique_ptr<sy_exchange>> handles;
+        for (Exchange& e : Exchange::open_local(from_c(options, "sy_exchange_open_local: options"), ranks))
+            handles.push_back(std::make_unique<sy_exchange>(sy_exchange{std::move(e)}));
+        for (size_t r = 0; r < handles.size(); ++r) exchanges[r] = handles[r].release();
+    });
+}
+
+int32_t sy_exchange_free(sy_exchange** exchange) {
+    return guarded([&] {
+        need(exchange, "sy_exchange_free: exchange");
+        if (!*exchange) return;
+        (*exchange)->exchange.close();
+        delete *exchange;
+        *exchange = nullptr;
+    });
+}
+
+int32_t sy_exchange_send(sy_exchange* exchange, const sy_send_args* args, sy_received** received) {
+    return guarded([&] {
+        need(exchange, "sy_exchange_send: exchange");
+        if (received) *received = nullptr;
+        const sy_send_args known = read_send(exchange, args, received, "sy_exchange_send: args or received");
+        SendArgs send{.payloads = {},
+                      .items = known.items,
+                      .expert_indices = known.expert_indices,
+                      .send_counts = known.send_counts,
+                      .recv_counts = known.recv_counts,
+                      .tag = known.tag,
+                      .timeout_ms = known.timeout_ms};
+        std::copy(std::begin(known.payloads), std::end(known.payloads), send.payloads.begin());
+        *received = kept(exchange, exchange->exchange.send(send));
+    });
+}
+
+int32_t sy_exchange_alltoallv(sy_exchange* exchange, const sy_alltoallv_args* args, sy_received** received) {
+    return guarded([&] {
+        need(exchange, "sy_exchange_alltoallv: exchange");
+        if (received) *received = nullptr;
+        const sy_alltoallv_args known = read_send(exchange, args, received, "sy_exchange_alltoallv: args or received");
+        AlltoallvArgs send{.payloads = {},
+                           .send_counts = known.send_counts,
+                           .recv_counts = known.recv_counts,
+                           .tag = known.tag,
+                           .timeout_ms = known.timeout_ms};
+        std::copy(std::begin(known.payloads), std::end(known.payloads), send.payloads.begin());
+        *received = kept(exchange, exchange->exchange.alltoallv(send));
+    });
+}
+
+int32_t sy_received_get(const sy_received* received, sy_received_view* view) {
+    return guarded([&] {
+        need(received, "sy_received_get: received");
+        const size_t size = size_of_result(view, "sy_received_get: view");
+        const Received& r = received->rows;
+        sy_received_view filled{};
+        filled.epoch = r.epoch();
+        filled.rows = r.rows();
+        filled.stride = r.payload(0).stride;
+        for (size_t p = 0; p < received->payloads; ++p) {
+            filled.payloads[p] = r.payload(static_cast<int>(p)).data;
+            filled.answers[p] = r.answer(static_cast<int>(p)).data;
+        }
+        filled.source_info = r.source_info().data();
+        filled.recv_counts = r.recv_counts().data();
+        filled.recv_offsets = r.recv_offsets().data();
+        filled.send_counts = r.send_counts().data();
+        filled.send_offsets = r.send_offsets().data();
+        filled.permutation = r.permutation().data();
+        write_struct(view, size, filled);
+    });
+}
+
+int32_t sy_exchange_send_back(sy_exchange* exchange, sy_received** received, const sy_send_back_args* args) {
+    return guarded([&] {
+        need(exchange, "sy_exchange_send_back: exchange");
+        need(received, "sy_exchange_send_back: received");
+        need(*received, "sy_exchange_send_back: *received");
+        const auto use_up = [&] {
+            delete *received;
+            *received = nullptr;
+        };
+        try {
+            const sy_send_back_args known = read_struct(args, "sy_exchange_send_back: args");
+            SendBackArgs back{.payloads = {}, .timeout_ms = known.timeout_ms};
+            std::copy(std::begin(known.payloads), std::end(known.payloads), back.payloads.begin());
+            exchange->exchange.send_back((*received)->rows, back);
+        } catch (const Error& error) {
+            if (error.code() != Code::stale) use_up();
+            throw;
+        }
+        use_up();
+    });
+}
+
+int32_t sy_received_free(sy_received** received) {
+    return guarded([&] {
+        need(received, "sy_received_free: received");
+        delete *received;
+        *received = nullptr;
     });
 }

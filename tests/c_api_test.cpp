@@ -1133,4 +1133,101 @@ TEST(CApi, SteadyStateAllocatesNothing) {
 #endif
 }
 
+// -------------------------------------------------------------------------------------------------------------- exchange
+
+sy_exchange_options two_payloads() {
+    sy_exchange_options o;
+    EXPECT_EQ(sy_exchange_options_init(&o, sizeof o), SY_OK);
+    o.payloads = 2;
+    o.payload_bytes[0] = 4;
+    o.payload_bytes[1] = 1;
+    o.experts = 3;
+    o.items_max = 4;
+    return o;
+}
+
+TEST(CExchange, ItemsGoWhereTheIndexSaysAndAnswersComeBack) {
+    for (int64_t strategy = SY_LANDING_AUTO; strategy <= SY_LANDING_ALLTOALLV; ++strategy) {
+        sy_exchange_options o = two_payloads();
+        o.strategy = strategy;
+        sy_exchange* group[2];
+        ASSERT_DONE(sy_exchange_open_local(&o, 2, group));
+        switchyard::test::on_ranks(2, [&](int r) {
+            // Rank r sends item i to expert i of 3; experts 0 and 1 are rank 0's.
+            const int32_t numbers[] = {10 * r, 10 * r + 1, 10 * r + 2}, indices[] = {0, 1, 2};
+            const uint8_t letters[] = {'a', 'b', 'c'};
+            sy_send_args args{};
+            args.struct_size = sizeof args;
+            args.payloads[0] = numbers;
+            args.payloads[1] = letters;
+            args.items = 3;
+            args.expert_indices = indices;
+            sy_received* received = nullptr;
+            ASSERT_DONE(sy_exchange_send(group[r], &args, &received));
+            sy_received_view v{};
+            v.struct_size = sizeof v;
+            ASSERT_DONE(sy_received_get(received, &v));
+            ASSERT_EQ(v.rows, r == 0 ? 4 : 2);
+            for (int64_t i = 0; i < v.rows; ++i) {
+                int32_t number;
+                std::memcpy(&number, static_cast<const char*>(v.payloads[0]) + i * v.stride, 4);
+                const char letter = static_cast<const char*>(v.payloads[1])[i * v.stride];
+                const int64_t expert = r == 0 ? i / 2 : 2;
+                EXPECT_EQ(number, 10 * (i % 2) + expert) << "by (expert, source)";
+                EXPECT_EQ(letter, "abc"[expert]);
+                EXPECT_EQ(v.source_info[i * 3], i % 2);
+                number = -number;
+                std::memcpy(static_cast<char*>(v.answers[0]) + i * v.stride, &number, 4);
+                static_cast<char*>(v.answers[1])[i * v.stride] = static_cast<char>(letter - 'a' + 'A');
+            }
+            EXPECT_EQ(v.recv_offsets[r == 0 ? 2 : 1], v.rows);
+            EXPECT_EQ(v.send_offsets[3], 3);
+            EXPECT_EQ(v.permutation[2], 2);
+            int32_t home[3] = {};
+            char caps[4] = {};
+            sy_send_back_args back{};
+            back.struct_size = sizeof back;
+            back.payloads[0] = home;
+            back.payloads[1] = caps;
+            ASSERT_DONE(sy_exchange_send_back(group[r], &received, &back));
+            EXPECT_EQ(received, nullptr);
+            for (int i = 0; i < 3; ++i) EXPECT_EQ(home[i], -numbers[i]);
+            EXPECT_STREQ(caps, "ABC");
+        });
+        for (sy_exchange*& e : group) ASSERT_DONE(sy_exchange_free(&e));
+    }
+}
+
+TEST(CExchange, BadCallsAreErrorsOnAllRanks) {
+    sy_exchange_options o = two_payloads();
+    o.payloads = 9;
+    sy_exchange* group[2];
+    EXPECT_EQ(sy_exchange_open_local(&o, 2, group), SY_BAD_INPUT);
+    o = two_payloads();
+    o.strategy = 7;
+    EXPECT_EQ(sy_exchange_open_local(&o, 2, group), SY_BAD_INPUT);
+    o = two_payloads();
+    ASSERT_DONE(sy_exchange_open_local(&o, 2, group));
+    switchyard::test::on_ranks(2, [&](int r) {
+        sy_send_args args{};
+        args.struct_size = sizeof args;
+        sy_received* received = nullptr;
+        EXPECT_EQ(sy_exchange_send(group[r], r == 0 ? &args : nullptr, &received), SY_BAD_INPUT) << "rank 1 passed null";
+        EXPECT_EQ(received, nullptr);
+        sy_alltoallv_args v{};
+        v.struct_size = sizeof v;
+        EXPECT_EQ(sy_exchange_alltoallv(group[r], &v, &received), SY_BAD_INPUT) << "3 experts on 2 ranks";
+        ASSERT_DONE(sy_exchange_send(group[r], &args, &received));  // nothing to send, and it lives on
+        if (r == 1) {
+            ASSERT_DONE(sy_received_free(&received));
+            return;
+        }
+        sy_send_back_args back{};
+        back.struct_size = sizeof back;
+        EXPECT_EQ(sy_exchange_send_back(group[r], &received, &back), SY_PEER_LEFT);
+        EXPECT_EQ(received, nullptr);
+    });
+    for (sy_exchange*& e : group) ASSERT_DONE(sy_exchange_free(&e));
+}
+
 }  // namespace

@@ -366,6 +366,101 @@ SY_API int32_t sy_batch_gather(const sy_batch* batch, int64_t expert, int64_t fi
 /* The same decoded: tile [count,H] f32. */
 SY_API int32_t sy_batch_gather_f32(const sy_batch* batch, int64_t expert, int64_t first, int64_t count, float* tile);
 
+/* ------------------------------------------------------------------------------------------------------------ exchange */
+
+/* The index-driven sparse all-to-all by itself: items of up to eight payloads of bytes. exchange.hpp has the words; the rules
+ * of sessions hold: all ranks make the same calls in the same order, and bad input of one is an error on all in the same call.
+ */
+typedef struct sy_exchange sy_exchange;
+
+/* What one rank received in one send: views into the window, until it is sent back or freed. */
+typedef struct sy_received sy_received;
+
+enum { SY_PAYLOADS_MAX = 8 };
+
+typedef struct sy_exchange_options {
+    size_t struct_size;
+    int64_t payloads;                       /* how many, 1..8 */
+    int64_t payload_bytes[SY_PAYLOADS_MAX]; /* bytes of one item in each */
+    int64_t experts;                        /* E, destinations; 0 = one per rank */
+    int64_t topk;                           /* K, destinations per item */
+    int64_t items_max;                      /* the most items any rank passes to one send */
+    int64_t rows_max;                       /* rows a rank can receive in one send; 0 = the worst case */
+    int64_t strategy;                       /* SY_LANDING_*; never changes a byte of the result */
+    int64_t group_ranks;                    /* of SY_LANDING_TWO_LEVEL */
+    int64_t depth;                          /* sends in flight */
+    int64_t workers;                        /* this rank only */
+    int64_t timeout_ms;                     /* this rank only */
+} sy_exchange_options;
+
+typedef struct sy_send_args {
+    size_t struct_size;
+    const void* payloads[SY_PAYLOADS_MAX]; /* [n, payload_bytes[p]] each, dense */
+    int64_t items;                         /* n, 0..items_max */
+    const int32_t* expert_indices;         /* [n,K], 0..E-1, or -1 for an unused one */
+    const int64_t* send_counts;            /* [E] or null: must be what the indices say */
+    const int64_t* recv_counts;            /* [R] or null: rows expected from each rank */
+    uint64_t tag;                          /* if set, must be equal on all ranks */
+    int64_t timeout_ms;                    /* 0 = the exchange's */
+} sy_send_args;
+
+typedef struct sy_alltoallv_args {
+    size_t struct_size;
+    const void* payloads[SY_PAYLOADS_MAX]; /* [sum of send_counts, payload_bytes[p]] each, by the rank they go to */
+    const int64_t* send_counts;            /* [R] items for each rank */
+    const int64_t* recv_counts;            /* [R] or null: items expected from each rank */
+    uint64_t tag;
+    int64_t timeout_ms;
+} sy_alltoallv_args;
+
+typedef struct sy_send_back_args {
+    size_t struct_size;
+    void* payloads[SY_PAYLOADS_MAX]; /* [n,K, payload_bytes[p]] each; null, where there are several: not wanted */
+    int64_t timeout_ms;
+} sy_send_back_args;
+
+typedef struct sy_received_view {
+    size_t struct_size;
+    uint64_t epoch;
+    int64_t rows;                          /* N, by (local expert, source rank, item, k) */
+    int64_t stride;                        /* bytes from one row to the next, of payloads and answers */
+    const void* payloads[SY_PAYLOADS_MAX]; /* row i of payload p at payloads[p] + i * stride */
+    void* answers[SY_PAYLOADS_MAX];        /* where the answers of sy_exchange_send_back go */
+    const int32_t* source_info;            /* [N,3] (source rank, item, k) */
+    const int64_t* recv_counts;            /* [L,R] rows of each local expert from each rank */
+    const int64_t* recv_offsets;           /* [L+1] first row of each local expert */
+    const int64_t* send_counts;            /* [E] rows of mine for each expert */
+    const int64_t* send_offsets;           /* [E+1] their running sum */
+    const int64_t* permutation;            /* [send_offsets[E]] index item*K+k at each place of the order by expert */
+} sy_received_view;
+
+/* Sets struct_size and every field to its default. payloads, payload_bytes and items_max must be replaced. */
+SY_API int32_t sy_exchange_options_init(sy_exchange_options* options, size_t struct_size);
+
+/* As sy_open and sy_open_local. The caller frees an exchange with sy_exchange_free(). */
+SY_API int32_t sy_exchange_open(const sy_exchange_options* options, const sy_group* group, sy_exchange** exchange);
+SY_API int32_t sy_exchange_open_local(const sy_exchange_options* options, int32_t ranks, sy_exchange** exchanges);
+
+/* Leaves the group and gives the memory back; sets *exchange to null. What it received must have been freed or sent back. */
+SY_API int32_t sy_exchange_free(sy_exchange** exchange);
+
+/* Sends each item to the owners of its indices; *received is what this rank's experts received, or null on error. Waits for all
+ * ranks. Arguments that cannot be read are bad input that the other ranks hear of like any other. */
+SY_API int32_t sy_exchange_send(sy_exchange* exchange, const sy_send_args* args, sy_received** received);
+
+/* The same with counts instead of indices, of an exchange with one expert per rank and topk 1. */
+SY_API int32_t sy_exchange_alltoallv(sy_exchange* exchange, const sy_alltoallv_args* args, sy_received** received);
+
+/* Fills the view. The first call may copy rows to where `payloads` point. */
+SY_API int32_t sy_received_get(const sy_received* received, sy_received_view* view);
+
+/* Brings the answers home. Waits for all ranks. Frees *received and sets it to null, whatever happens, unless SY_STALE. */
+SY_API int32_t sy_exchange_send_back(sy_exchange* exchange, sy_received** received, const sy_send_back_args* args);
+
+/* Gives the rows up, if they were not sent back: the other ranks' send_back fails at once with SY_PEER_LEFT. Sets *received to
+ * null; does nothing when it is null already. */
+SY_API int32_t sy_received_free(sy_received** received);
+
 #ifdef __cplusplus
 }
 #endif
