@@ -15,6 +15,7 @@
 
 #include "core/clock.hpp"
 #include "core/machine.hpp"
+#include "core/text.hpp"
 #include "ep/combine.hpp"
 #include "ep/dispatch.hpp"
 #include "ep/regroup.hpp"
@@ -114,10 +115,12 @@ Status compare_cards(const std::vector<std::vector<std::byte>>& cards) {
             return {Code::corrupt,
                     fmt::format("rank {} sent a card of {} bytes with {} options.", r, card.size(), head.options)};
         if (head.refusal_code != 0)
-            return {static_cast<Code>(head.refusal_code),
-                    fmt::format("rank {}: {}", r,
-                                std::string(reinterpret_cast<const char*>(card.data() + card.size() - head.text_bytes),
-                                            head.text_bytes))};
+            return {
+                head.refusal_code <= static_cast<uint32_t>(Code::corrupt) ? static_cast<Code>(head.refusal_code)
+                                                                          : Code::corrupt,
+                fmt::format("rank {}: {}", r,
+                            printable(std::string(reinterpret_cast<const char*>(card.data() + card.size() - head.text_bytes),
+                                                  head.text_bytes)))};
         std::vector<int64_t> values(head.options);
         std::memcpy(values.data(), card.data() + sizeof head, values.size() * 8);
         if (r == 0) {
@@ -407,6 +410,11 @@ std::shared_ptr<Session::Impl> Session::Impl::open(const Options& options, std::
                                  .huge_pages = options.huge_pages},
                                 deadline, &cards));
     throw_if(compare_cards(cards));
+    if (!impl->link->window())
+        throw Error(Status(Code::corrupt,
+                           fmt::format("rank {}: all ranks have the same options, but not windows of one size. A process of "
+                                       "this group does not follow the window format. Start all ranks from one build.",
+                                       impl->link->rank())));
     throw_if(impl->rank->connect());
     if (options.pin) impl->pin_helpers(own_cpus(cards, static_cast<size_t>(impl->link->rank())));
     const layout::WindowHeader header = layout::header_of(impl->rank->window, impl->link->rank(), impl->rank->born.process());

@@ -187,7 +187,9 @@ class Cases(unittest.TestCase):
                            ('{"ranks":2,"tokens_per_rank":[-3,2]}', "tokens_per_rank"),
                            ('{"ranks":2,"tokens_per_rank":[2]}', "tokens_per_rank"),
                            ('{"ranks":2,"tokens_per_rank":[2,2],"dispatch_qaunt":"none"}', "dispatch_qaunt"),
-                           ('{"ranks":2,"tokens_per_rank":[2,2],"dtype":"f8"}', "dtype"), ("[]", "object"), ("{", "case.json")):
+                           ('{"ranks":2,"tokens_per_rank":[2,2],"dtype":"f8"}', "dtype"), ("[]", "object"), ("{", "case.json"),
+                           ('{"ranks":' + "[" * 200_000 + "]" * 200_000 + "}", "ranks is a list"),
+                           ('{"ranks":1,"tokens_per_rank":[1],"seed":"12\\u0000x"}', "seed is")):
             write(os.path.join(self.folder, "case.json"), text.encode())
             for word in ("run", "verify"):
                 done = command(word, self.folder)

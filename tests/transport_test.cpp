@@ -28,6 +28,7 @@
 #include <utility>
 #include <vector>
 
+#include "switchyard/session.hpp"
 #include "transport/rendezvous.hpp"
 #include "transport/transport.hpp"
 
@@ -792,10 +793,12 @@ struct RawHello {
     int64_t left_ns = hour_ns;
 };
 
-bool send_raw(int socket, RawHello hello, const std::string& token, const std::string& name, const std::vector<int>& fds) {
+bool send_raw(int socket, RawHello hello, const std::string& token, const std::string& name, const std::vector<int>& fds,
+              const std::string& body = "") {
     hello.name_bytes = static_cast<uint32_t>(name.size());
+    if (!body.empty()) hello.body_bytes = static_cast<uint32_t>(body.size());
     std::string bytes(reinterpret_cast<const char*>(&hello), sizeof hello);
-    bytes += token + name;
+    bytes += token + name + body;
     iovec part = {bytes.data(), bytes.size()};
     alignas(cmsghdr) std::array<char, CMSG_SPACE(16 * sizeof(int))> control = {};
     msghdr message = {};
@@ -811,6 +814,27 @@ bool send_raw(int socket, RawHello hello, const std::string& token, const std::s
         std::memcpy(CMSG_DATA(c), fds.data(), fds.size() * sizeof(int));
     }
     return sendmsg(socket, &message, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size());
+}
+
+// The next message on a connection, and what came with it; "" at its end.
+std::string receive_raw(int socket, std::vector<FileDescriptor>* fds) {
+    std::vector<char> bytes(1 << 17);
+    iovec part = {bytes.data(), bytes.size()};
+    alignas(cmsghdr) std::array<char, CMSG_SPACE(2 * sizeof(int))> control = {};
+    msghdr message = {};
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    message.msg_control = control.data();
+    message.msg_controllen = control.size();
+    const ssize_t n = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+    for (cmsghdr* c = CMSG_FIRSTHDR(&message); n > 0 && c != nullptr; c = CMSG_NXTHDR(&message, c)) {
+        for (size_t i = 0; i < (c->cmsg_len - CMSG_LEN(0)) / sizeof(int); ++i) {
+            int fd;
+            std::memcpy(&fd, CMSG_DATA(c) + i * sizeof(int), sizeof fd);
+            fds->emplace_back(fd);
+        }
+    }
+    return {bytes.data(), n > 0 ? static_cast<size_t>(n) : 0};
 }
 
 TEST_F(ShmRanks, ProcessesExchangeThroughTheirWindows) {
@@ -1174,6 +1198,192 @@ TEST_F(ShmRanks, MemoryThatIsNotWhatWasAnnouncedIsRefused) {
         EXPECT_TRUE(text.starts_with("corrupt|")) << text;
         EXPECT_TRUE(has(text, "rank 1")) << text;
     }
+}
+
+TEST_F(ShmRanks, HugePagesThatAreNotThereAreRefused) {
+    // Without a page in the pool too: the file may be as long as one likes, a touch of it would be a signal.
+    const FileDescriptor empty(memfd_create("empty", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_HUGETLB | 21U << 26));
+    if (!empty.valid()) GTEST_SKIP() << "this system has no huge pages of 2 MiB: " << std::strerror(errno);
+    ASSERT_EQ(ftruncate(empty.get(), 2 << 20), 0);
+    ASSERT_EQ(fcntl(empty.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL), 0);
+    const FileDescriptor process(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)));
+    Child zero = attacher(group(0, 2));
+    const FileDescriptor fd = connect_to_door();
+    RawHello hello;
+    hello.window_bytes = small_window;
+    ASSERT_TRUE(send_raw(fd.get(), hello, "token", name, {process.get(), empty.get()}));
+    const std::string text = zero.join();
+    EXPECT_TRUE(text.starts_with("corrupt|")) << text;
+    EXPECT_TRUE(has(text, "not all of them there")) << text;
+}
+
+// Of the process that a rank brings, the others learn when it ends, and kill_missing kills it.
+TEST_F(ShmRanks, ARankThatBringsSomebodyElsesProcessIsRefused) {
+    FileDescriptor memory;
+    ASSERT_TRUE(make_shared_memory("window", small_window, &memory).ok());
+    Child bystander([]() -> std::string {
+        pause();
+        return "";
+    });
+    const FileDescriptor other(static_cast<int>(syscall(SYS_pidfd_open, bystander.pid(), 0)));
+    const FileDescriptor no_process(open("/dev/null", O_RDWR | O_CLOEXEC));
+    for (const int process : {other.get(), no_process.get()}) {
+        Child zero = attacher(group(0, 2));
+        const FileDescriptor fd = connect_to_door();
+        RawHello hello;
+        hello.window_bytes = small_window;
+        ASSERT_TRUE(send_raw(fd.get(), hello, "token", name, {process, memory.get()}));
+        const std::string text = zero.join();
+        EXPECT_TRUE(text.starts_with("corrupt|")) << text;
+        EXPECT_TRUE(has(text, fmt::format("rank 1 (process {}) brings the descriptor of something else", getpid()))) << text;
+    }
+}
+
+// Everybody may connect, and the system sets no limit that is ours: rank 0 holds a bounded number of them.
+TEST_F(ShmRanks, ConnectionsThatSayNothingAreBounded) {
+    Child zero = attacher(group(0, 2));
+    eventually([&] { return sockets_named(door_name(group(0, 1))) == 1 && zero.sleeps(); });
+    const auto files_of = [](pid_t process) {
+        const std::filesystem::directory_iterator all(fmt::format("/proc/{}/fd", process));
+        return std::distance(begin(all), end(all));
+    };
+    const auto before = files_of(zero.pid());
+    std::vector<FileDescriptor> held;
+    for (int i = 0; i < 300; ++i) {
+        held.push_back(connect_to_door());
+        ASSERT_LE(files_of(zero.pid()), before + 40) << i << " connections";
+    }
+    Child one = attacher(group(1, 2));
+    EXPECT_EQ(one.join(), "attached");
+    EXPECT_EQ(zero.join(), "attached");
+}
+
+// The reason of a rank that gives the group up is shown to people, whatever its bytes are.
+TEST_F(ShmRanks, TheReasonOfAGuestThatGivesUpIsATextThatCanBeShown) {
+    const auto hears = [&](const std::string& reason) {
+        Child zero = attacher(group(0, 2));
+        const FileDescriptor fd = connect_to_door();
+        RawHello hello;
+        hello.code = static_cast<int32_t>(Code::system);
+        EXPECT_TRUE(send_raw(fd.get(), hello, "token", name, {}, reason));
+        return zero.join();
+    };
+    EXPECT_EQ(hears("\x1b[2J\x7f of\nit"), "system|?[2J? of\nit");
+    EXPECT_EQ(hears(""), "system|attach failed: a process of this group gave the group up without a reason.");
+}
+
+// A member can write the page of the verdict, and does while rank 0 writes its text there.
+TEST_F(ShmRanks, AGuestThatWritesTheVerdictHarmsNobodysMemory) {
+    FileDescriptor memory;
+    ASSERT_TRUE(make_shared_memory("window", small_window, &memory).ok());
+    const FileDescriptor process(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)));
+    for (int round = 0; round < 20; ++round) {
+        Child zero = attacher(group(0, 3));
+        const FileDescriptor fd = connect_to_door();
+        RawHello hello;
+        hello.size = 3;
+        hello.window_bytes = small_window;
+        ASSERT_TRUE(send_raw(fd.get(), hello, "token", name, {process.get(), memory.get()}));
+        std::vector<FileDescriptor> fds;
+        ASSERT_FALSE(receive_raw(fd.get(), &fds).empty());
+        ASSERT_EQ(fds.size(), 2u);
+        auto* page = static_cast<uint32_t*>(mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fds[0].get(), 0));
+        ASSERT_NE(page, MAP_FAILED);
+        std::atomic<bool> ended = false;
+        std::thread writer([&] {
+            while (!ended) std::atomic_ref<uint32_t>(page[3]).store(0x7FFF'FFFF, std::memory_order_relaxed);  // text_bytes
+        });
+        hello.kind = 6;  // failed
+        hello.code = static_cast<int32_t>(Code::system);
+        ASSERT_TRUE(send_raw(fd.get(), hello, "token", name, {}, "a reason"));
+        Child two = attacher(group(2, 3));  // hears why
+        EXPECT_EQ(zero.join(), "system|a reason");
+        EXPECT_EQ(two.join(), "system|a reason");
+        ended = true;
+        writer.join();
+        munmap(page, 4096);
+    }
+}
+
+// A rank 0 that lets a guest in and says at once that all have mapped: the guest has no windows, and no process to watch.
+TEST_F(ShmRanks, AVerdictBeforeThisRankHasMappedIsRefused) {
+    const std::string door = door_name(group(0, 2));
+    const FileDescriptor listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    sockaddr_un address;
+    const socklen_t length = address_of(door, &address);
+    ASSERT_EQ(bind(listener.get(), reinterpret_cast<sockaddr*>(&address), length), 0);
+    ASSERT_EQ(listen(listener.get(), 8), 0);
+    constexpr size_t verdict_bytes = 3088;
+    FileDescriptor verdict;
+    ASSERT_TRUE(make_shared_memory("verdict", verdict_bytes, &verdict).ok());
+    const uint32_t go = 1;
+    ASSERT_EQ(pwrite(verdict.get(), &go, sizeof go, 0), static_cast<ssize_t>(sizeof go));
+    const FileDescriptor process(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)));
+    Child one([this]() -> std::string {
+        const auto t = make(1, 2);
+        const Status s = attach(*t);
+        return s.ok() ? fmt::format("attached, lost: {}", t->lost(0)) : fmt::format("{}|{}", code_name(s.code()), s.text());
+    });
+    {
+        const FileDescriptor guest(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+        std::vector<FileDescriptor> fds;
+        ASSERT_FALSE(receive_raw(guest.get(), &fds).empty());
+        RawHello welcome;
+        welcome.kind = 2;
+        welcome.token_bytes = 0;
+        ASSERT_TRUE(send_raw(guest.get(), welcome, "", "", {verdict.get(), process.get()}));
+    }
+    const std::string text = one.join();
+    EXPECT_TRUE(text.starts_with("corrupt|")) << text;
+    EXPECT_TRUE(has(text, "sent what no correct rank sends")) << text;
+}
+
+// A member whose card is right and whose window has another size: no window is mapped anywhere, and a session has none to use.
+TEST_F(ShmRanks, ASessionWithAMemberOfAnotherWindowSizeIsRefused) {
+    Options options;
+    options.hidden = 64;
+    options.topk = 2;
+    options.experts = 4;
+    options.tokens_max = 4;
+    const auto opener = [&](const std::string& group_name) {
+        return Child([=]() -> std::string {
+            try {
+                static_cast<void>(Session::open(options, {.rank = 0, .size = 2, .name = group_name, .token = "token"}));
+            } catch (const Error& error) {
+                return fmt::format("{}|{}", code_name(error.code()), error.what());
+            }
+            return "opened";
+        });
+    };
+    const FileDescriptor process(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)));
+    const auto join_as_1 = [&](const std::string& group_name, const std::string& card) {
+        const FileDescriptor fd = connect_to(door_name({0, 2, group_name, "token"}));
+        FileDescriptor memory;
+        EXPECT_TRUE(make_shared_memory("window", small_window, &memory).ok());
+        RawHello hello;
+        hello.window_bytes = small_window;
+        EXPECT_TRUE(send_raw(fd.get(), hello, "token", group_name, {process.get(), memory.get()}, card));
+        std::vector<FileDescriptor> fds;
+        EXPECT_FALSE(receive_raw(fd.get(), &fds).empty());     // welcome
+        const std::string deal = receive_raw(fd.get(), &fds);  // of rank 0
+        EXPECT_GT(deal.size(), sizeof hello);
+        hello = {};
+        hello.kind = 5;  // mapped
+        hello.token_bytes = 0;
+        if (!card.empty()) {
+            EXPECT_TRUE(send_raw(fd.get(), hello, "", "", {}));
+            EXPECT_EQ(receive_raw(fd.get(), &fds), "");  // hung up: the verdict is there
+        }
+        return deal.substr(std::min(sizeof hello, deal.size()));
+    };
+    Child first = opener(name + "a");
+    const std::string card = join_as_1(name + "a", "");
+    EXPECT_TRUE(first.join().starts_with("peer_lost|"));
+    Child second = opener(name + "b");
+    EXPECT_EQ(join_as_1(name + "b", card), card);
+    const std::string text = second.join();
+    EXPECT_TRUE(text.starts_with("corrupt|")) << text;
+    EXPECT_TRUE(has(text, "not windows of one size")) << text;
 }
 
 TEST_F(ShmRanks, SharedMemoryCannotBeCutShort) {

@@ -59,7 +59,7 @@ int64_t to_number(const std::string& flag, const std::string& text, int64_t low,
     char* end = nullptr;
     errno = 0;
     const long long value = std::strtoll(text.c_str(), &end, 10);
-    if (end == text.c_str() || *end || errno != 0 || value < low || value > high)
+    if (end == text.c_str() || end != text.c_str() + text.size() || errno != 0 || value < low || value > high)
         throw Mistake(fmt::format("{} is \"{}\"; give a whole number from {} to {}", flag, text, low, high));
     return value;
 }
@@ -89,26 +89,31 @@ void apply(Options& options, const std::string& name, const std::string& text) {
 int64_t to_milliseconds(const std::string& text) {
     char* end = nullptr;
     const double seconds = std::strtod(text.c_str(), &end);
-    if (end == text.c_str() || *end || !(seconds >= 0.001) || seconds > 1e9)
+    if (end == text.c_str() || end != text.c_str() + text.size() || !(seconds >= 0.001) || seconds > 1e9)
         throw Mistake(fmt::format("--timeout is \"{}\"; give seconds, 0.001 to 1e9", text));
     return std::llround(seconds * 1000);
+}
+
+// A number or a word. Nothing that holds others: its text would be made by recursion, as deep as the file likes.
+std::string text_of(const std::string& key, const nlohmann::json& value) {
+    if (value.is_structured()) throw Mistake(fmt::format("{} is a list or an object; give a number or a word", key));
+    return value.is_string() ? value.get<std::string>() : value.dump();
 }
 
 // What case.json says. A key that is neither an option nor one of the known remarks is a mistake: it may be a misspelt option.
 void read_description(const nlohmann::json& json, Case& c) {
     if (!json.is_object()) throw Mistake("not an object");
-    c.ranks = static_cast<int>(to_number("ranks", json.at("ranks").dump(), 1, ranks_max));
+    c.ranks = static_cast<int>(to_number("ranks", text_of("ranks", json.at("ranks")), 1, ranks_max));
     c.options.experts = 4 * int64_t{c.ranks};
     for (const auto& [key, value] : json.items()) {
-        const std::string text = value.is_string() ? value.get<std::string>() : value.dump();
         if (key == "tokens_per_rank") {
-            for (const auto& tokens : value) c.tokens.push_back(to_number(key, tokens.dump(), 0, int64_t{1} << 31));
+            for (const auto& tokens : value) c.tokens.push_back(to_number(key, text_of(key, tokens), 0, int64_t{1} << 31));
         } else if (key == "seed") {
-            c.seed = static_cast<uint64_t>(to_number(key, text, 0, INT64_MAX));
+            c.seed = static_cast<uint64_t>(to_number(key, text_of(key, value), 0, INT64_MAX));
         } else if (key == "timeout") {
-            c.options.timeout_ms = to_milliseconds(text);
+            c.options.timeout_ms = to_milliseconds(text_of(key, value));
         } else if (const OptionInfo* info = option_of_key(key)) {
-            apply(c.options, info->name, text);
+            apply(c.options, info->name, text_of(key, value));
         } else if (key != "ranks" && key != "routing" && key != "values") {
             throw Mistake(fmt::format("there is no option \"{}\"; see switchyard run --help", key));
         }

@@ -3,6 +3,11 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <optional>
+#include <string>
+
+#include "case.hpp"
+#include "simulate.hpp"
 
 namespace switchyard::tools {
 
@@ -14,8 +19,33 @@ int doctor_command(int argc, char** argv);
 /// Becomes the program switchyard-bench, or switchyard-kernels after --kernels; both lie beside this one.
 int bench_command(int argc, char** argv);
 
-/// Parses what follows the subcommand. Returns -1 to go on, else the exit code (0 after --help, 2 after a mistake told in one
-/// line).
+/// What the command line of run says, and of trace.
+struct RunFlags {
+    CaseFlags flags;
+    std::string folder, output;
+    std::string trace;   ///< file of the events, or ""
+    bool waits = false;  ///< print who waited for whom
+    int slow_rank = -1;  ///< sleeps before each dispatch
+    int64_t slow_ms = 0;
+    int rounds = 20;
+    bool json = false;
+};
+
+/// What the command line of verify says.
+struct VerifyFlags {
+    std::optional<RunFlags> races;  ///< with --rounds or --jitter: a run, and nothing of what follows
+    CaseFlags flags;
+    std::string folder, output;
+    bool json = false;
+    bool sim = false;
+    SimulateFlags simulated;
+};
+
+/// Parse what follows the subcommand. Return -1 to go on, else the exit code: 0 after --help, 2 after a mistake, which has been
+/// told in one line. Throw Mistake.
 int parse(CLI::App& app, int argc, char** argv);
+int parse_run(int argc, char** argv, RunFlags* run);
+int parse_trace(int argc, char** argv, RunFlags* run);
+int parse_verify(int argc, char** argv, VerifyFlags* verify);
 
 }  // namespace switchyard::tools

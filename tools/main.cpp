@@ -49,24 +49,6 @@ int bench_command(int argc, char** argv) {
         kernels ? "switchyard_kernels, for which CMake must find Google Benchmark (libbenchmark-dev)" : "switchyard_bench"));
 }
 
-int parse(CLI::App& app, int argc, char** argv) {
-    app.failure_message(
-        [](const CLI::App* a, const CLI::Error& e) { return fmt::format("{}: {}\n", a->get_name(), e.what()); });
-    app.get_formatter()->column_width(48);
-    for (CLI::Option* option : app.get_options()) {
-        option->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-        if (option->get_type_size() > 0)
-            option->check([](const std::string& text) { return std::string(text.empty() ? "is empty; give a value" : ""); },
-                          "");
-    }
-    try {
-        app.parse(argc - 1, argv + 1);
-        return -1;
-    } catch (const CLI::ParseError& e) {
-        return app.exit(e) == 0 ? 0 : 2;
-    }
-}
-
 int main(int argc, char** argv) {
     const std::string_view name = argc > 1 ? argv[1] : "";
     if (name.empty() || name == "--help" || name == "-h" || name == "help") return print_help(), name.empty() ? 2 : 0;

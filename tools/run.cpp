@@ -19,18 +19,6 @@
 namespace switchyard::tools {
 namespace {
 
-struct RunFlags {
-    CaseFlags flags;
-    std::string folder, output;
-    std::string trace;   // file of the events, or ""
-    bool waits = false;  // print who waited for whom
-    int slow_rank = -1;  // sleeps before each dispatch
-    int64_t slow_ms = 0;
-    bool jitter = false;
-    int rounds = 20;
-    bool json = false;
-};
-
 using Clock = std::chrono::steady_clock;
 
 double microseconds_since(Clock::time_point start) {
@@ -480,37 +468,11 @@ int parent_main(const RunFlags& run, const Case& c, char** argv) {
 namespace {
 
 // `run`, and the two commands that are a run with other defaults.
-int run_with(RunFlags run, const char* name, const char* what, int argc, char** argv) {
-    CLI::App app(what, name);
-    std::string slow;
-    app.add_option("DIR", run.folder,
-                   "a case: case.json, input/, golden/; a case of the CANN sample's generator has no case.json: "
-                   "give its options here");
-    app.add_option("--output", run.output, "where outputs are written; default DIR/output")->type_name("OUT");
-    app.add_option("--rounds", run.rounds, "rounds of dispatch + combine")
-        ->check(CLI::Range(1, 1'000'000))
-        ->type_name("ROUNDS");
-    app.add_flag("--json", run.json, "one JSON object per line instead of the table");
-    app.add_option("--trace", run.trace, "write the last events of every rank, for Perfetto")->type_name("FILE.json");
-    app.add_flag("--waits", run.waits, "print who waited for whom");
-    app.add_option("--slow", slow, "a rank that sleeps before each dispatch, and how many ms")->type_name("RANK:MS");
-    app.add_flag("--jitter", run.jitter, "sleep up to 300 us, at random, wherever a phase ends (as --jitter-us 300)");
-    run.flags.add_to(app);
-    if (const int code = parse(app, argc, argv); code >= 0) return code;
+int run(RunFlags run, char** argv) {
     if (run.output.empty() && !run.folder.empty()) run.output = run.folder + "/output";
-    if (run.jitter) run.flags.options.emplace("jitter_us", "300");
-    if (!slow.empty()) {
-        char* end = nullptr;
-        run.slow_rank = static_cast<int>(std::strtol(slow.c_str(), &end, 10));
-        const bool good = end != slow.c_str() && *end == ':';
-        const char* ms = good ? end + 1 : "";
-        run.slow_ms = std::strtol(ms, &end, 10);
-        if (!good || end == ms || *end || run.slow_rank < 0 || run.slow_ms < 0 || run.slow_ms > 60'000)
-            throw Mistake(fmt::format("--slow is \"{}\"; give a rank and 0..60000 ms, as in 3:5", slow));
-    }
     if (is_rank()) return rank_main(run);
     const Case c = read_case(run.folder, run.flags);
-    if (run.slow_rank >= c.ranks) throw Mistake(fmt::format("--slow {}: ranks are 0..{}", slow, c.ranks - 1));
+    if (run.slow_rank >= c.ranks) throw Mistake(fmt::format("--slow {}: ranks are 0..{}", run.slow_rank, c.ranks - 1));
     if (!c.folder.empty()) check_input_files(c);
     if (!run.trace.empty()) write_file(run.trace, "", 0);  // now: not after all rounds
     if (!run.output.empty()) {
@@ -525,70 +487,31 @@ int run_with(RunFlags run, const char* name, const char* what, int argc, char** 
 }  // namespace
 
 int run_command(int argc, char** argv) {
-    return run_with({}, "switchyard run",
-                    "Dispatches and combines a case in N processes, checks every round, and prints a table. "
-                    "Without DIR it makes its own input and checks against the reference.",
-                    argc, argv);
+    RunFlags flags;
+    const int code = parse_run(argc, argv, &flags);
+    return code >= 0 ? code : run(flags, argv);
 }
 
 int trace_command(int argc, char** argv) {
-    RunFlags run;
-    run.trace = "trace.json";
-    run.waits = true;
-    return run_with(run, "switchyard trace",
-                    "A run that also writes the last events of every rank as a timeline (--trace), and prints who waited for "
-                    "whom and which rank holds the others up.",
-                    argc, argv);
-}
-
-// `verify` with --rounds or --jitter: races, not files.
-static int race_command(int argc, char** argv) {
-    return run_with(
-        {}, "switchyard verify",
-        "Plays many rounds in N processes without a barrier, with --jitter sleeping at random wherever a phase ends, and "
-        "compares every byte of every round.",
-        argc, argv);
+    RunFlags flags;
+    const int code = parse_trace(argc, argv, &flags);
+    return code >= 0 ? code : run(flags, argv);
 }
 
 int verify_command(int argc, char** argv) {
-    for (int i = 2; i < argc; ++i)
-        for (const std::string_view flag : {"--rounds", "--jitter"})
-            if (std::string_view(argv[i]) == flag || std::string_view(argv[i]).starts_with(std::string(flag) + "="))
-                return race_command(argc, argv);
-    CaseFlags flags;
-    std::string folder, output;
-    bool json = false;
-    bool sim = false;
-    SimulateFlags simulated;
-    CLI::App app(
-        "Compares golden data with a run's output, byte by byte. With --sim instead: plays seeds in one thread and virtual "
-        "time, a group of ranks each over a transport that delays, reorders and repeats, with faults, and checks every result. "
-        "With "
-        "--rounds N or --jitter: a run of so many rounds in processes, see switchyard verify --rounds 1 --help.",
-        "switchyard verify");
-    app.add_option("DIR", folder, "the case");
-    app.add_option("--output", output, "where the run wrote; default DIR/output")->type_name("OUT");
-    app.add_flag("--json", json, "one JSON object per file, or per seed that went wrong");
-    CLI::Option* with_sim =
-        app.add_flag("--sim", sim, "play seeds instead; of the options of a case it takes --seed and --simd only");
-    app.add_option("--seeds", simulated.seeds, "how many seeds are played, from --seed on")
-        ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 40))
-        ->needs(with_sim)
-        ->type_name("NUMBER");
-    app.add_flag("--trace", simulated.trace, "print every event of what is played")->needs(with_sim);
-    app.add_option("--break", simulated.broken,
-                   "break a promise of the transport, to see that it is noticed: flag_before_puts, flags_overtake, "
-                   "puts_overtake, old_flag, lost_wake_up, misplaced_put")
-        ->needs(with_sim)
-        ->type_name("CHOICE");
-    flags.add_to(app);
-    if (const int code = parse(app, argc, argv); code >= 0) return code;
-    if (sim) {
+    VerifyFlags verify;
+    if (const int code = parse_verify(argc, argv, &verify); code >= 0) return code;
+    if (verify.races) return run(*verify.races, argv);
+    const CaseFlags& flags = verify.flags;
+    const std::string &folder = verify.folder, &output = verify.output;
+    const bool json = verify.json;
+    if (verify.sim) {
         const size_t others = flags.options.size() - flags.options.count("simd");
         if (!folder.empty() || !output.empty() || others > 0 || !flags.ranks.empty() || !flags.batch.empty() ||
             !flags.routing.empty() || !flags.timeout.empty())
             throw Mistake("--sim draws ranks, shape and input from the seed; leave all out but --seed, --seeds and --simd");
         const Case c = read_case({}, flags);
+        SimulateFlags simulated = verify.simulated;
         simulated.seed = c.seed;
         simulated.simd = c.options.simd;
         simulated.json = json;

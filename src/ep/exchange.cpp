@@ -129,10 +129,14 @@ struct Source {
     int32_t rank, token, k;
     bool pad() const { return rank == -1; }
 };
+// A number that another process may be changing: read once, so that what is checked is what is used. Partner: none, any value
+// is judged.
+int32_t read_once(const std::byte* at) {
+    return std::atomic_ref<int32_t>(*reinterpret_cast<int32_t*>(const_cast<std::byte*>(at))).load(std::memory_order_relaxed);
+}
 Source source_of(const Flight& flight, int64_t row) {
-    Source s;
-    std::memcpy(&s, flight.rank->own(flight.rank->window.slot(flight.slot) + flight.rank->window.source_info) + row * 12, 12);
-    return s;
+    const std::byte* at = flight.rank->own(flight.rank->window.slot(flight.slot) + flight.rank->window.source_info) + row * 12;
+    return {read_once(at), read_once(at + 4), read_once(at + 8)};
 }
 // Whether it names a slot of a token that was dispatched. Checked before anything is addressed by it.
 bool is_dispatched(const Flight& flight, const Source& s) {
@@ -652,7 +656,7 @@ Status find_sources(Rank& rank, Flight& flight) {
             }
             for (uint32_t h = 0; h < hit; ++h) {
                 const uint32_t i = start + hits[h];
-                const int32_t e = ids[i];  // read again: another process may have changed it
+                const int32_t e = read_once(reinterpret_cast<const std::byte*>(ids + i));  // again: it may have been changed
                 if (e < range.first || e >= range.last || next[static_cast<size_t>(e)] >= end[static_cast<size_t>(e)])
                     return differs();
                 const auto row = static_cast<size_t>(next[static_cast<size_t>(e)]++);

@@ -1,5 +1,6 @@
 #include "ep/flags.hpp"
 
+#include "core/text.hpp"
 #include "ep/regroup.hpp"
 
 #include <fmt/format.h>
@@ -100,10 +101,7 @@ std::string reason_text(const Rank& rank, uint64_t slot, int writer, uint64_t ep
     layout::Reason reason;
     std::memcpy(&reason, rank.own(rank.window.reason(epoch, writer)), sizeof reason);
     if (reason.epoch != epoch) return {};
-    std::string text(reason.text, std::min<uint64_t>(reason.text_bytes, sizeof reason.text));
-    for (char& c : text)
-        if (static_cast<unsigned char>(c) < 0x20 && c != '\n') c = '?';
-    return text;
+    return printable(std::string(reason.text, std::min<uint64_t>(reason.text_bytes, sizeof reason.text)));
 }
 
 void Await::begin(const Rank& rank, const Flight& flight, Flag flag, const uint8_t* skip, uint8_t* lost) {

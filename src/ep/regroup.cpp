@@ -72,9 +72,10 @@ Progress RegroupStep::poll(Rank& rank) {
     const Word mine = Word::of(generation_, 0, rank.me());
     // Release: my offer. Acquire, when another was first: its offer.
     uint64_t seen = stands.bits;
+    // Once a look: whoever keeps changing the word keeps nobody here past his deadline.
     // model: decide
-    while (!decision.compare_exchange_strong(seen, mine.bits, std::memory_order_acq_rel, std::memory_order_acquire))
-        if (Word{seen}.epoch() >= generation_) return adopt(rank, {seen});
+    if (!decision.compare_exchange_strong(seen, mine.bits, std::memory_order_acq_rel, std::memory_order_acquire))
+        return Word{seen}.epoch() >= generation_ ? adopt(rank, {seen}) : Progress::pending;
     // Says nothing new, but wakes those that sleep.
     ask(rank, Turn::of(generation_, base_));  // model: wake_others
     return adopt(rank, mine);

@@ -15,11 +15,13 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <charconv>
 #include <cstring>
 #include <optional>
 #include <string_view>
 #include <type_traits>
 
+#include "core/text.hpp"
 #include "switchyard/types.hpp"
 #include "transport/group_text.hpp"
 
@@ -88,7 +90,9 @@ struct Message {
         const auto first = static_cast<int32_t>(Code::bad_input);
         const auto last = static_cast<int32_t>(Code::corrupt);
         const Code code = header.code >= first && header.code <= last ? static_cast<Code>(header.code) : Code::corrupt;
-        return {code, std::string(reinterpret_cast<const char*>(body.data()), std::min(body.size(), text_bytes_max))};
+        std::string text(reinterpret_cast<const char*>(body.data()), std::min(body.size(), text_bytes_max));
+        if (text.empty()) text = "attach failed: a process of this group gave the group up without a reason.";
+        return {code, printable(std::move(text))};
     }
 };
 
@@ -243,8 +247,10 @@ class Verdict {
     void write_text(const Status& why) {
         page_->code = static_cast<int32_t>(why.code());
         const std::string& text = why.text();
-        page_->text_bytes = static_cast<uint32_t>(std::min(text.size(), text_bytes_max));
-        std::memcpy(page_->text, text.data(), page_->text_bytes);
+        // Not read back from the page, which every guest can write.
+        const size_t bytes = std::min(text.size(), text_bytes_max);
+        page_->text_bytes = static_cast<uint32_t>(bytes);
+        std::memcpy(page_->text, text.data(), bytes);
         // Pairs with the acquire load in text().
         std::atomic_ref<uint32_t>(page_->text_ready).store(1, std::memory_order_release);
     }
@@ -255,7 +261,9 @@ class Verdict {
         if (std::atomic_ref<uint32_t>(page_->text_ready).load(std::memory_order_acquire) == 0) return std::nullopt;
         Message m;
         m.header.code = page_->code;
-        m.body = std::as_bytes(std::span(page_->text, std::min<size_t>(page_->text_bytes, text_bytes_max)));
+        // Once: every guest can write the page, and what is bounded must be what is used.
+        const size_t bytes = std::atomic_ref<uint32_t>(page_->text_bytes).load(std::memory_order_relaxed);
+        m.body = std::as_bytes(std::span(page_->text, std::min(bytes, text_bytes_max)));
         return m.status();
     }
 
@@ -299,6 +307,24 @@ void hang_up(FileDescriptor& socket) {
 bool peer_of(int socket, ucred* peer) {
     socklen_t length = sizeof *peer;
     return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, peer, &length) == 0;
+}
+
+// Whether a descriptor is the process at the other end of a connection. A rank ends when that process does, and kill_missing
+// kills it: neither must be somebody else. True also where the system cannot tell: no /proc, or a process of another name
+// space.
+bool is_process(int fd, pid_t process) {
+    const std::string path = fmt::format("/proc/self/fdinfo/{}", fd);
+    const FileDescriptor info(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    if (!info.valid() || process <= 0) return true;
+    std::array<char, 1024> text;
+    const ssize_t bytes = read(info.get(), text.data(), text.size());
+    const std::string_view lines(text.data(), bytes > 0 ? static_cast<size_t>(bytes) : 0);
+    constexpr std::string_view key = "\nPid:\t";  // of a process descriptor; nothing else has it
+    const size_t at = lines.find(key);
+    if (at == std::string_view::npos) return false;
+    long found = 0;
+    std::from_chars(lines.data() + at + key.size(), lines.data() + lines.size(), found);
+    return found == process || found <= 0;  // 0: of another name space; -1: it has ended, and will be heard of
 }
 
 int poll_ms(int64_t ns) {
@@ -735,6 +761,12 @@ class Host {
                                     fds, member_text(h.rank, s.process), message_.fds.size(), door, limit.rlim_cur)};
             return answer(s, trouble_);
         }
+        if (!is_process(message_.fds[0].get(), s.process)) {
+            return wrong(s,
+                         {Code::corrupt, fmt::format("attach failed: {} brings the descriptor of something else than its own "
+                                                     "process.\n  Start all ranks from one build.",
+                                                     member_text(h.rank, s.process))});
+        }
         welcome(s, g);
     }
 
@@ -885,6 +917,7 @@ class Guest {
             if (Status status = take_deal(); !status.ok()) return give_up(std::move(status));
         }
         if (Status status = map_(); !status.ok()) return give_up(std::move(status));
+        has_mapped_ = true;
         Header mapped;
         mapped.kind = Kind::mapped;
         while (send_message(socket_.get(), mapped, {}, {}, {}, {}).what == Sent::later && !deadline_.passed()) {
@@ -972,6 +1005,7 @@ class Guest {
     Status take_welcome() {
         verdict_memory_ = std::move(message_.fds[0]);
         host_ = std::move(message_.fds[1]);
+        if (!is_process(host_.get(), host_process_)) return give_up(strange_message());
         uint64_t page_bytes = 0;
         Status status = check_shared_memory(verdict_memory_.get(), sizeof(VerdictPage), 0, &page_bytes);
         if (status.ok() && !verdict_.map(verdict_memory_.get())) {
@@ -1008,15 +1042,19 @@ class Guest {
 
     // Rank 0 has hung up or ended.
     Status verdict() {
-        if (verdict_.decide(Verdict::given_up) == Verdict::go) return {};
+        if (verdict_.decide(Verdict::given_up) == Verdict::go) return went();
         if (std::optional<Status> text = verdict_.text()) return *text;
         return lost_in_attach(group_, 0, host_process_);
     }
 
+    // The group goes on. Every rank can write that, but it is true only when this one has mapped: without, it has no windows
+    // and watches no process.
+    Status went() const { return has_mapped_ ? Status() : strange_message(); }
+
     // Leaves with an error of its own, unless the verdict was there before.
     Status give_up(Status why) {
         if (verdict_.there()) {
-            if (verdict_.decide(Verdict::given_up) == Verdict::go) return {};
+            if (verdict_.decide(Verdict::given_up) == Verdict::go) return went();
             if (std::optional<Status> text = verdict_.text()) return *text;
         }
         say_failed(socket_, why);
@@ -1050,6 +1088,7 @@ class Guest {
 
     const ShmGroup& group_;
     Offer offer_;
+    bool has_mapped_ = false;
     const Deadline& deadline_;
     Meeting* const meeting_;
     const std::function<Status()>& map_;
