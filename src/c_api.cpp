@@ -96,6 +96,8 @@ constexpr const char* type_name<sy_dispatch_args> = "sy_dispatch_args";
 template <>
 constexpr const char* type_name<sy_combine_args> = "sy_combine_args";
 template <>
+constexpr const char* type_name<sy_placement> = "sy_placement";
+template <>
 constexpr const char* type_name<sy_batch_view> = "sy_batch_view";
 template <>
 constexpr const char* type_name<sy_exchange_options> = "sy_exchange_options";
@@ -229,6 +231,24 @@ const OptionInfo& option_of(const char* name) {
     return *info;
 }
 
+// ------------------------------------------------------------------------------------------------------------- placements
+
+// Sizes are judged before anything is read by them, all else by PlacementTable::check().
+PlacementTable table_from_c(const sy_placement* given, const char* what) {
+    const sy_placement c = read_struct(given, what);
+    constexpr int64_t slots_max = int64_t{1} << 20;
+    if (c.slots < 1 || c.slots > slots_max)
+        refuse(Code::bad_input, fmt::format("{}: slots is {}; allowed: 1..{}.", what, c.slots, slots_max));
+    need(c.expert_of, fmt::format("{}: expert_of", what).c_str());
+    PlacementTable t;
+    t.ranks = c.ranks;
+    t.experts = c.experts;
+    t.expert_of.assign(c.expert_of, c.expert_of + c.slots);
+    if (c.parts) t.parts.assign(c.parts, c.parts + c.slots);
+    t.choice = static_cast<ReplicaChoice>(std::clamp<int64_t>(c.choice, -1, 1000));  // beyond 32 bits it stays wrong
+    return t;
+}
+
 // --------------------------------------------------------------------------------------------------------------- batches
 
 // The batch that a ticket names, or stale.
@@ -304,6 +324,9 @@ SY_SAME(SY_SIMD_AVX2, Simd::avx2);
 SY_SAME(SY_SIMD_AVX512, Simd::avx512);
 SY_SAME(SY_SIMD_AVX512_DL, Simd::avx512_dl);
 SY_SAME(SY_SIMD_NEON, Simd::neon);
+SY_SAME(SY_CHOICE_ROUND_ROBIN, ReplicaChoice::round_robin);
+SY_SAME(SY_CHOICE_NEAREST, ReplicaChoice::nearest);
+SY_SAME(SY_CHOICE_LEAST_LOADED, ReplicaChoice::least_loaded);
 #undef SY_SAME
 
 // ------------------------------------------------------------------------------------------------------------- interface
@@ -403,14 +426,14 @@ int32_t sy_experts_of(int64_t rank, int64_t ranks, int64_t experts, int64_t* fir
 
 namespace {
 
-Group group_of(const sy_group* given, const char* what) {
-    const sy_group known = read_struct(given, what);
-    Group group;
-    group.rank = known.rank;
-    group.size = known.size;
-    if (known.name) group.name = known.name;
-    if (known.token) group.token = known.token;
-    return group;
+Group group_from_c(const sy_group* group, const char* what) {
+    const sy_group known = read_struct(group, what);
+    Group members;
+    members.rank = known.rank;
+    members.size = known.size;
+    if (known.name) members.name = known.name;
+    if (known.token) members.token = known.token;
+    return members;
 }
 
 }  // namespace
@@ -420,7 +443,18 @@ int32_t sy_open(const sy_options* options, const sy_group* group, sy_session** s
         need(session, "sy_open: session");
         *session = nullptr;
         const Options wanted = from_c(options, "sy_open: options");
-        *session = new sy_session(Session::open(wanted, group_of(group, "sy_open: group")));
+        *session = new sy_session(Session::open(wanted, group_from_c(group, "sy_open: group")));
+    });
+}
+
+int32_t sy_open_placed(const sy_options* options, const sy_group* group, const sy_placement* placement, sy_session** session) {
+    return guarded([&] {
+        need(session, "sy_open_placed: session");
+        *session = nullptr;
+        const Options wanted = from_c(options, "sy_open_placed: options");
+        const Group members = group_from_c(group, "sy_open_placed: group");
+        const PlacementTable table = table_from_c(placement, "sy_open_placed: placement");
+        *session = new sy_session(Session::open(wanted, members, table));
     });
 }
 
@@ -435,9 +469,10 @@ int32_t sy_open_from_environment(const sy_options* options, const char* label, s
 
 namespace {
 
-void open_local(std::span<const Options> options, sy_session** sessions) {
+void open_local(std::span<const Options> options, sy_session** sessions, std::span<const PlacementTable> tables = {}) {
     std::vector<std::unique_ptr<sy_session>> handles;
-    for (Session& session : Session::open_local(options)) handles.push_back(std::make_unique<sy_session>(std::move(session)));
+    for (Session& session : Session::open_local(options, tables))
+        handles.push_back(std::make_unique<sy_session>(std::move(session)));
     for (size_t r = 0; r < handles.size(); ++r) sessions[r] = handles[r].release();
 }
 
@@ -466,6 +501,50 @@ int32_t sy_open_local_each(const sy_options* const* options, int32_t ranks, sy_s
         for (int32_t r = 0; r < ranks; ++r)
             each.push_back(from_c(options[r], fmt::format("sy_open_local_each: options[{}]", r).c_str()));
         open_local(each, sessions);
+    });
+}
+
+int32_t sy_open_local_placed(const sy_options* options, const sy_placement* placement, sy_session** sessions) {
+    return guarded([&] {
+        const PlacementTable table = table_from_c(placement, "sy_open_local_placed: placement");
+        throw_if(table.check());  // it says how many sessions there are
+        start_local(static_cast<int32_t>(table.ranks), sessions, "sy_open_local_placed: sessions");
+        const auto ranks = static_cast<size_t>(table.ranks);
+        open_local(std::vector<Options>(ranks, from_c(options, "sy_open_local_placed: options")), sessions,
+                   std::vector<PlacementTable>(ranks, table));
+    });
+}
+
+int32_t sy_placement_check(const sy_placement* placement) {
+    return guarded([&] { throw_if(table_from_c(placement, "sy_placement_check: placement").check()); });
+}
+
+int32_t sy_placement_hash(const sy_placement* placement, uint64_t* hash) {
+    return guarded([&] {
+        const PlacementTable table = table_from_c(placement, "sy_placement_hash: placement");
+        need(hash, "sy_placement_hash: hash");
+        *hash = table.hash();
+    });
+}
+
+int32_t sy_plan_placement(const uint64_t* loads, int64_t experts, int64_t ranks, int64_t slots, int64_t ranks_per_group,
+                          int64_t expert_groups, int64_t choice, int32_t* expert_of, int32_t* parts) {
+    return guarded([&] {
+        need(loads, "sy_plan_placement: loads");
+        need(expert_of, "sy_plan_placement: expert_of");
+        need(parts, "sy_plan_placement: parts");
+        if (experts < 1 || experts > (1 << 20))
+            refuse(Code::bad_input, fmt::format("sy_plan_placement: experts is {}; allowed: 1..{}.", experts, 1 << 20));
+        const PlacementTable table =
+            plan_placement(std::span(loads, static_cast<size_t>(experts)),
+                           {.ranks = ranks,
+                            .slots = slots,
+                            .ranks_per_group = ranks_per_group,
+                            .expert_groups = expert_groups,
+                            .choice = static_cast<ReplicaChoice>(std::clamp<int64_t>(choice, -1, 1000))});
+        std::copy(table.expert_of.begin(), table.expert_of.end(), expert_of);
+        std::fill_n(parts, slots, 1);
+        std::copy(table.parts.begin(), table.parts.end(), parts);
     });
 }
 
@@ -539,6 +618,28 @@ int32_t sy_session_waits(const sy_session* session, int64_t* wait_ns, int64_t co
             throw Error(Status(Code::bad_input,
                                fmt::format("sy_session_waits: count is {}; the group has {} ranks.", count, waits.size())));
         std::copy(waits.begin(), waits.end(), wait_ns);
+    });
+}
+
+int32_t sy_session_loads(const sy_session* session, int32_t which, uint64_t* loads, int64_t count) {
+    return guarded([&] {
+        need(session, "sy_session_loads: session");
+        need(loads, "sy_session_loads: loads");
+        const SessionLoads all = session->session.loads();
+        const std::vector<uint64_t>* const parts[] = {&all.sent, &all.experts, &all.slots, &all.ranks};
+        if (which < 0 || which >= static_cast<int32_t>(std::size(parts)))
+            refuse(Code::bad_input, fmt::format("sy_session_loads: which is {}; allowed: 0..{}.", which, std::size(parts) - 1));
+        const std::vector<uint64_t>& wanted = *parts[which];
+        if (count != static_cast<int64_t>(wanted.size()))
+            refuse(Code::bad_input, fmt::format("sy_session_loads: count is {}; there are {} of them.", count, wanted.size()));
+        std::copy(wanted.begin(), wanted.end(), loads);
+    });
+}
+
+int32_t sy_session_reset_loads(sy_session* session) {
+    return guarded([&] {
+        need(session, "sy_session_reset_loads: session");
+        session->session.reset_loads();
     });
 }
 
@@ -763,7 +864,7 @@ int32_t sy_exchange_open(const sy_exchange_options* options, const sy_group* gro
         need(exchange, "sy_exchange_open: exchange");
         *exchange = nullptr;
         const ExchangeOptions wanted = from_c(options, "sy_exchange_open: options");
-        *exchange = new sy_exchange{Exchange::open(wanted, group_of(group, "sy_exchange_open: group"))};
+        *exchange = new sy_exchange{Exchange::open(wanted, group_from_c(group, "sy_exchange_open: group"))};
     });
 }
 

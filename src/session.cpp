@@ -20,6 +20,7 @@
 #include "ep/dispatch.hpp"
 #include "ep/regroup.hpp"
 #include "layout/window.hpp"
+#include "plan/placement.hpp"
 #include "quant/quant.hpp"
 #include "switchyard/strategy.hpp"
 #include "transport/transport.hpp"
@@ -58,6 +59,8 @@ struct CardHead {
     uint32_t refusal_code = 0;
     uint32_t text_bytes = 0;  // of the refusal, behind the values
     uint64_t cpus = 0;        // a number for the CPUs this rank may run on: ranks with the same one share them
+    uint64_t table = 0;       // hash of the placement table
+    uint64_t has_table = 0;   // 1 or 0
 };
 
 uint64_t number_of(const std::vector<int>& cpus) {
@@ -82,13 +85,14 @@ std::vector<int> own_cpus(const std::vector<std::vector<std::byte>>& cards, size
     return share_of(allowed_cpus(), before, all);
 }
 
-std::vector<std::byte> make_card(const Options& options, const Status& refusal) {
+std::vector<std::byte> make_card(const Options& options, const PlacementTable* table, const Status& refusal) {
     std::vector<int64_t> values;
     for (const OptionInfo& info : option_table())
         if (info.agreed) values.push_back(info.get(options));
     CardHead head;
     head.options = static_cast<uint32_t>(values.size());
     head.cpus = number_of(allowed_cpus());
+    if (table) head.table = table->hash(), head.has_table = 1;
     head.refusal_code = static_cast<uint32_t>(refusal.code());
     head.text_bytes = static_cast<uint32_t>(std::min<size_t>(refusal.text().size(), 4096));
     std::vector<std::byte> card(sizeof head + values.size() * 8 + head.text_bytes);
@@ -101,6 +105,10 @@ std::vector<std::byte> make_card(const Options& options, const Status& refusal) 
 // The verdict over all cards; every rank computes the same.
 Status compare_cards(const std::vector<std::vector<std::byte>>& cards) {
     std::vector<int64_t> first;
+    CardHead first_head;
+    const auto table_text = [](const CardHead& h) {
+        return h.has_table ? fmt::format("{:016x}", h.table) : std::string("none");
+    };
     for (size_t r = 0; r < cards.size(); ++r) {
         CardHead head;
         const std::vector<std::byte>& card = cards[r];
@@ -125,6 +133,7 @@ Status compare_cards(const std::vector<std::vector<std::byte>>& cards) {
         std::memcpy(values.data(), card.data() + sizeof head, values.size() * 8);
         if (r == 0) {
             first = values;
+            first_head = head;
             continue;
         }
         size_t i = 0;
@@ -142,6 +151,10 @@ Status compare_cards(const std::vector<std::vector<std::byte>>& cards) {
             }
             ++i;
         }
+        if (head.has_table != first_head.has_table || head.table != first_head.table)
+            return {Code::mismatch,
+                    fmt::format("placement table: rank 0 has {}, rank {} has {} (hash). Give all ranks the same.",
+                                table_text(first_head), r, table_text(head))};
     }
     return {};
 }
@@ -288,10 +301,10 @@ struct Session::Impl {
         if (rank && !rank->here()) static_cast<void>(workers.release());  // a forked child does not have the threads
     }
 
-    static std::shared_ptr<Impl> open(const Options& options, std::unique_ptr<Transport> link);
+    static std::shared_ptr<Impl> open(const Options& options, std::unique_ptr<Transport> link, const PlacementTable* table);
 
     /// What this rank can find wrong alone; otherwise everything it needs is allocated, down to the last thread.
-    Status prepare(Options options);
+    Status prepare(Options options, const PlacementTable* table);
 
     /// Helper i stays on the ith CPU, the first being left to the caller's thread; around again when there are fewer.
     void pin_helpers(const std::vector<int>& cpus) {
@@ -348,9 +361,17 @@ struct Session::Impl {
     }
 };
 
-Status Session::Impl::prepare(Options options) {
+Status Session::Impl::prepare(Options options, const PlacementTable* table) {
     const auto ranks = static_cast<int64_t>(link->size());
     if (Status s = check_options(options, ranks); !s.ok()) return s;
+    if (table) {
+        if (Status s = table->check(); !s.ok()) return s;
+        if (table->ranks != ranks || table->experts != options.experts)
+            return {Code::bad_input,
+                    fmt::format("placement table: it is for {} ranks and {} experts; the group has {} and option "
+                                "experts is {}. Plan one for them.",
+                                table->ranks, table->experts, ranks, options.experts)};
+    }
     const quant::Kernels* kernels = quant::find_kernels(options.simd);
     if (!kernels) {
         std::string have;
@@ -372,10 +393,14 @@ Status Session::Impl::prepare(Options options) {
         options.group_ranks = estimates.front().group_ranks;
     }
     layout::Window window{};
+    const int64_t experts = options.experts;
+    if (table) options.experts = table->slots();  // the engine moves rows to slots
     if (Status s = ep::plan_window(options, ranks, &window); !s.ok()) return s;
+    options.experts = experts;
     try {
         workers = std::make_unique<ep::Workers>(options.workers);
-        rank = std::make_unique<ep::Rank>(*link, window, *kernels, *workers, options);
+        rank = std::make_unique<ep::Rank>(*link, window, *kernels, *workers, options,
+                                          table ? plan::turns_of(*table, link->rank()) : ep::Turns());
         flights.resize(static_cast<size_t>(options.depth));
         for (ep::Flight& f : flights) f.allocate(*rank);
         dispatch.allocate(*rank);
@@ -396,13 +421,14 @@ Status Session::Impl::prepare(Options options) {
     return {};
 }
 
-std::shared_ptr<Session::Impl> Session::Impl::open(const Options& options, std::unique_ptr<Transport> link) {
+std::shared_ptr<Session::Impl> Session::Impl::open(const Options& options, std::unique_ptr<Transport> link,
+                                                   const PlacementTable* table) {
     auto impl = std::make_shared<Impl>(std::move(link));
     const Deadline deadline = Deadline::after_ms(options.timeout_ms >= 1 ? options.timeout_ms : Options().timeout_ms);
 
     // A rank that refuses still meets the others, so that all of them get the error.
-    const Status refusal = impl->prepare(options);
-    const std::vector<std::byte> card = make_card(refusal.ok() ? impl->rank->options : options, refusal);
+    const Status refusal = impl->prepare(options, table);
+    const std::vector<std::byte> card = make_card(refusal.ok() ? impl->rank->options : options, table, refusal);
     std::vector<std::vector<std::byte>> cards;
     throw_if(impl->link->attach({.card = card,
                                  .window_bytes = refusal.ok() ? impl->rank->window.bytes : 0,
@@ -423,20 +449,38 @@ std::shared_ptr<Session::Impl> Session::Impl::open(const Options& options, std::
     return impl;
 }
 
-Session Session::open(const Options& options, const Group& group) {
+namespace {
+std::unique_ptr<Transport> transport_of(const Group& group) {
     if (group.size < 1 || group.rank < 0 || group.rank >= group.size)
         throw Error(
             Status(Code::bad_input, fmt::format("group: rank {} of {}; allowed: rank 0..size-1.", group.rank, group.size)));
-    return Session(Impl::open(
-        options, make_shm_transport({.rank = group.rank, .size = group.size, .name = group.name, .token = group.token})));
+    return make_shm_transport({.rank = group.rank, .size = group.size, .name = group.name, .token = group.token});
+}
+}  // namespace
+
+Session Session::open(const Options& options, const Group& group) {
+    return Session(Impl::open(options, transport_of(group), nullptr));
+}
+
+Session Session::open(const Options& options, const Group& group, const PlacementTable& table) {
+    return Session(Impl::open(options, transport_of(group), &table));
 }
 
 std::vector<Session> Session::open_local(const Options& options, int ranks) {
     return open_local(std::vector<Options>(static_cast<size_t>(std::max(ranks, 0)), options));
 }
 
-std::vector<Session> Session::open_local(std::span<const Options> options) {
+std::vector<Session> Session::open_local(const Options& options, const PlacementTable& table) {
+    throw_if(table.check());  // it says how many ranks there are
+    const auto ranks = static_cast<size_t>(table.ranks);
+    return open_local(std::vector<Options>(ranks, options), std::vector<PlacementTable>(ranks, table));
+}
+
+std::vector<Session> Session::open_local(std::span<const Options> options, std::span<const PlacementTable> tables) {
     if (options.empty()) throw Error(Status(Code::bad_input, "open_local: no ranks; give one Options per rank."));
+    if (!tables.empty() && tables.size() != options.size())
+        throw Error(Status(Code::bad_input, fmt::format("open_local: {} tables for {} ranks; give one per rank, or none.",
+                                                        tables.size(), options.size())));
     std::vector<std::unique_ptr<Transport>> links = make_local_transports(static_cast<int>(options.size()));
     std::vector<std::shared_ptr<Impl>> impls(options.size());
     std::vector<std::exception_ptr> errors(options.size());
@@ -446,7 +490,7 @@ std::vector<Session> Session::open_local(std::span<const Options> options) {
         for (size_t r = 0; r < options.size(); ++r)
             threads.emplace_back([&, r] {
                 try {
-                    impls[r] = Impl::open(options[r], std::move(links[r]));
+                    impls[r] = Impl::open(options[r], std::move(links[r]), tables.empty() ? nullptr : &tables[r]);
                 } catch (...) {
                     errors[r] = std::current_exception();
                 }
@@ -698,6 +742,28 @@ std::string Session::explain() const {
 }
 SessionStats Session::stats() const {
     return impl().rank->stats;
+}
+SessionLoads Session::loads() const {
+    const ep::Rank& r = *impl().rank;
+    SessionLoads loads;
+    loads.dispatches = r.seen_dispatches;
+    loads.sent.resize(static_cast<size_t>(r.options.experts));
+    loads.experts.resize(loads.sent.size());
+    loads.slots = r.seen;
+    loads.ranks.resize(static_cast<size_t>(r.ranks()));
+    for (size_t s = 0; s < r.seen.size(); ++s) {
+        const auto e = r.turns.empty() ? s : static_cast<size_t>(r.turns.expert_of[s]);
+        loads.sent[e] += r.sent[s];
+        loads.experts[e] += r.seen[s];
+        loads.ranks[static_cast<size_t>(r.placement.owner[s])] += r.seen[s];
+    }
+    return loads;
+}
+void Session::reset_loads() {
+    ep::Rank& r = *impl().rank;
+    std::fill(r.sent.begin(), r.sent.end(), 0);
+    std::fill(r.seen.begin(), r.seen.end(), 0);
+    r.seen_dispatches = 0;
 }
 std::span<const int64_t> Session::wait_ns_by_rank() const {
     return impl().waits;

@@ -228,6 +228,26 @@ TEST_F(Allocation, SteadyStateHasNone) {
                 }
 }
 
+TEST_F(Allocation, ReplicasHaveNoneEither) {
+    Random random(41);
+    for (const Landing landing : {Landing::packed, Landing::padded, Landing::in_place})
+        for (const ReplicaChoice choice : {ReplicaChoice::round_robin, ReplicaChoice::nearest, ReplicaChoice::least_loaded}) {
+            Options o;
+            o.hidden = 130;
+            o.topk = 3;
+            o.experts = 7;
+            o.tokens_max = 12;
+            o.landing = landing;
+            SCOPED_TRACE(text_of(o));
+            Problem p = make_problem(random, o, {12, 12, 0, 12}, Routing::skewed);
+            const std::vector<uint64_t> loads = {9, 1, 1, 1, 30, 1, 2};
+            p.table = plan_placement(loads, {.ranks = 4, .slots = 10, .choice = choice});
+            solve(p);
+            std::vector<Session> sessions = Session::open_local(o, *p.table);
+            EXPECT_EQ(allocations_of_rounds(sessions, p, 20), 0);
+        }
+}
+
 TEST_F(Allocation, OneInTheRoundsWouldBeSeen) {
     Random random(37);
     Options o;

@@ -12,6 +12,8 @@
 #include "ep/routing.hpp"
 #include "plan/placement.hpp"
 #include "switchyard/plan.hpp"
+#include "switchyard/switchyard.h"
+#include "switchyard/weights.hpp"
 #include "testing.hpp"
 
 namespace switchyard::test {
@@ -381,6 +383,330 @@ TEST(WeightMoves, TakeFromTheHolderThatSendsLeast) {
                              weight_moves(from, table_of(2, 4, {0, 1, 2, 3}));
                          }),
                          Code::bad_input, {"3 ranks", "of 2"}));
+}
+
+// --------------------------------------------------------------------------------------------------------------- sessions
+
+constexpr int64_t never_ms = 20000 * slowness;
+
+Options options_of(int64_t experts, Landing landing = Landing::packed, CombinePath path = CombinePath::read) {
+    Options o;
+    o.hidden = 33;
+    o.topk = 3;
+    o.experts = experts;
+    o.tokens_max = 20;
+    o.landing = landing;
+    o.combine_path = path;
+    o.timeout_ms = never_ms;
+    return o;
+}
+
+struct Way {
+    Landing landing;
+    CombinePath path;
+};
+constexpr Way every_way[] = {{Landing::packed, CombinePath::read},   {Landing::packed, CombinePath::push},
+                             {Landing::padded, CombinePath::read},   {Landing::padded, CombinePath::push},
+                             {Landing::in_place, CombinePath::read}, {Landing::in_place, CombinePath::push}};
+
+TEST(SessionWithReplicas, EqualsTheReferenceForAnyTable) {
+    Random random;
+    for (int64_t round = 0; round < scaled(40); ++round)
+        for (const auto& [landing, path] : every_way) {
+            const int64_t ranks = 1 + random.below(6), experts = 1 + random.below(12);
+            Options o = options_of(experts, landing, path);
+            o.topk = 1 + random.below(4);
+            o.expert_alignment = random.pick<int64_t>({1, 16});
+            o.deliver_weights = random.one_in(2);
+            o.dispatch_quant = random.pick({Format::none, Format::mxfp8_e5m2});
+            o.combine_quant = random.pick({Format::none, Format::int8_block8});
+            o.workers = 1 + random.below(2);
+            o.partial = random.one_in(2);
+            std::vector<int64_t> tokens;
+            for (int64_t r = 0; r < ranks; ++r) tokens.push_back(random.below(o.tokens_max + 1));
+            Problem p = make_problem(random, o, tokens, random.pick({Routing::uniform, Routing::skewed, Routing::sparse}));
+            Loads loads(static_cast<size_t>(experts));
+            for (const RankData& d : p.ranks)
+                for (const int32_t id : d.ids)
+                    if (id >= 0) ++loads[static_cast<size_t>(id)];
+            const int64_t slots = experts + random.below(std::min<int64_t>(ranks * experts - experts, 8) + 1);
+            const ReplicaChoice choice =
+                random.pick({ReplicaChoice::round_robin, ReplicaChoice::nearest, ReplicaChoice::least_loaded});
+            const std::vector<std::vector<std::byte>> combined = p.combined;
+            p.table = plan_placement(loads, {.ranks = ranks, .slots = slots, .choice = choice});
+            solve(p);
+            ASSERT_EQ(p.combined, combined);  // replicas are the same expert
+            SCOPED_TRACE(std::to_string(ranks) + " ranks, " + std::to_string(slots) + " slots: " + text_of(o));
+            std::vector<Session> sessions = Session::open_local(o, *p.table);
+            for (int i = 0; i < 3; ++i) expect_round_works(sessions, p);
+            for (int r = 0; r < static_cast<int>(ranks); ++r) {
+                const Session& session = sessions[static_cast<size_t>(r)];
+                EXPECT_EQ(session.options().experts, experts);
+                EXPECT_EQ(session.experts_local(), experts_of(r, ranks, slots).count());
+                // Loads, from the ids and not from what the session counted.
+                Loads sent(loads.size()), all = loads;
+                for (const int32_t id : p.ranks[static_cast<size_t>(r)].ids)
+                    if (id >= 0) sent[static_cast<size_t>(id)] += 3;
+                for (uint64_t& l : all) l *= 3;
+                const SessionLoads got = session.loads();
+                EXPECT_EQ(got.dispatches, 3U);
+                EXPECT_EQ(got.sent, sent);
+                EXPECT_EQ(got.experts, all);
+                Loads on_slots(static_cast<size_t>(slots)), on_ranks(static_cast<size_t>(ranks));
+                for (int q = 0; q < static_cast<int>(ranks); ++q)
+                    for (const int32_t s : slots_of(*p.table, q, p.ranks[static_cast<size_t>(q)].ids))
+                        if (s >= 0)
+                            on_slots[static_cast<size_t>(s)] += 3, on_ranks[static_cast<size_t>(p.table->rank_of(s))] += 3;
+                EXPECT_EQ(got.slots, on_slots);
+                EXPECT_EQ(got.ranks, on_ranks);
+            }
+            if (HasFailure()) return;
+        }
+}
+
+TEST(SessionLoads, CountWithoutATableToo) {
+    Random random(3);
+    const Options o = options_of(5);
+    const Problem p = make_problem(random, o, {20, 7, 0}, Routing::sparse);
+    std::vector<Session> sessions = Session::open_local(o, 3);
+    for (int i = 0; i < 2; ++i) expect_round_works(sessions, p);
+    Loads experts(5), ranks(3);
+    for (const RankData& d : p.ranks)
+        for (const int32_t id : d.ids)
+            if (id >= 0) experts[static_cast<size_t>(id)] += 2, ranks[id < 2 ? 0 : id < 4 ? 1 : 2] += 2;
+    for (Session& session : sessions) {
+        EXPECT_EQ(session.loads().experts, experts);
+        EXPECT_EQ(session.loads().slots, experts);
+        EXPECT_EQ(session.loads().ranks, ranks);
+        session.reset_loads();
+        EXPECT_EQ(session.loads().dispatches, 0U);
+        EXPECT_EQ(session.loads().experts, Loads(5));
+    }
+    // A refused dispatch counts nothing.
+    const std::vector<int32_t> bad = {0, 1, 99};
+    on_ranks(3, [&](int r) {
+        const std::vector<std::byte> x(66);
+        EXPECT_EQ(outcome_of([&] {
+                      sessions[static_cast<size_t>(r)].dispatch({.x = x.data(), .tokens = 1, .topk_ids = bad.data()});
+                  }).code,
+                  Code::bad_input);
+    });
+    EXPECT_EQ(sessions[0].loads().experts, Loads(5));
+}
+
+TEST(SessionWithReplicas, ErrorsSpeakOfExpertsNotOfSlots) {
+    const Options o = options_of(3);
+    std::vector<Session> sessions = Session::open_local(o, table_of(2, 3, {0, 1, 0, 2}));
+    const std::vector<int32_t> ids = {0, 3, 1};  // a slot's number, no expert's
+    on_ranks(2, [&](int r) {
+        const std::vector<std::byte> x(66);
+        EXPECT_TRUE(is_error(outcome_of([&] {
+                                 sessions[static_cast<size_t>(r)].dispatch(
+                                     {.x = x.data(), .tokens = 1, .topk_ids = ids.data()});
+                             }),
+                             Code::bad_input, {"topk_ids[0][1] is 3", "experts are 0..2"}));
+    });
+}
+
+TEST(SessionWithReplicas, TablesMustBeEqualAndFit) {
+    const Options o = options_of(3);
+    const std::vector<Options> options(2, o);
+    const PlacementTable one = table_of(2, 3, {0, 1, 0, 2}), other = table_of(2, 3, {0, 2, 0, 1});
+    const auto opened = [&](const PlacementTable& a, const PlacementTable& b) {
+        return outcome_of([&] { Session::open_local(options, std::vector<PlacementTable>{a, b}); });
+    };
+    char hashes[2][20];
+    std::snprintf(hashes[0], sizeof hashes[0], "%016llx", static_cast<unsigned long long>(one.hash()));
+    std::snprintf(hashes[1], sizeof hashes[1], "%016llx", static_cast<unsigned long long>(other.hash()));
+    EXPECT_EQ(opened(one, one).code, Code::ok);
+    EXPECT_TRUE(is_error(opened(one, other), Code::mismatch, {"placement table", "rank 0", "rank 1", hashes[0], hashes[1]}));
+    EXPECT_TRUE(is_error(opened(one, table_of(2, 3, {0, 0, 1, 2})), Code::bad_input, {"rank 1", "a second time"}));
+    EXPECT_TRUE(is_error(outcome_of([&] {
+                             Session::open_local(o, table_of(2, 4, {0, 1, 2, 3}));
+                         }),
+                         Code::bad_input, {"2 ranks and 4 experts", "experts is 3"}));
+    EXPECT_TRUE(is_error(outcome_of([&] { Session::open_local(options, std::vector<PlacementTable>{one}); }), Code::bad_input,
+                         {"1 tables for 2 ranks"}));
+}
+
+TEST(SessionWithReplicas, ALivingReplicaTakesOverAfterShrink) {
+    // Rank 2 leaves. Experts 0 and 1 have replicas elsewhere, expert 4 has none.
+    const PlacementTable table = table_of(3, 5, {0, 2, 1, 3, 0, 4, 1});
+    for (const auto& [landing, path] : every_way)
+        for (const bool partial : {false, true}) {
+            Options o = options_of(5, landing, path);
+            o.partial = partial;
+            SCOPED_TRACE(text_of(o));
+            Random random(11);
+            Problem p = make_problem(random, o, {20, 13, 0});
+            for (RankData& d : p.ranks)
+                for (int32_t& id : d.ids)
+                    if (id == 4) id = 0;
+            solve(p);
+            std::vector<Session> sessions = Session::open_local(o, table);
+            sessions[2].close();
+            on_ranks(2, [&](int r) {
+                Session& session = sessions[static_cast<size_t>(r)];
+                EXPECT_EQ(session.shrink(), (std::vector<int>{0, 1}));
+                for (int round = 0; round < 3; ++round) {
+                    ExpertBatch batch = session.dispatch(dispatch_args(p, r));
+                    Problem placed = p;
+                    placed.table = table;
+                    fill_y(batch, placed, r, batch.y());
+                    Output out = output_of(p, r);
+                    std::vector<int32_t> missing(static_cast<size_t>(p.ranks[static_cast<size_t>(r)].tokens), -1);
+                    CombineArgs args = combine_args(p, r, out.data());
+                    args.missing = missing.data();
+                    session.combine(batch, args);
+                    EXPECT_EQ(out.difference_from("x", p.combined[static_cast<size_t>(r)]), "");
+                    EXPECT_EQ(missing, std::vector<int32_t>(missing.size()));
+                }
+                // Expert 4 is gone for good: refused, or unused and counted.
+                const std::vector<int32_t> lost = {4, 0, 4};
+                const std::vector<std::byte> x(66);
+                const DispatchArgs args{.x = x.data(), .tokens = 1, .topk_ids = lost.data()};
+                if (!partial) {
+                    EXPECT_TRUE(is_error(outcome_of([&] { session.dispatch(args); }), Code::bad_input,
+                                         {"topk_ids[0][0] is 4, an expert of rank 2"}));
+                    return;
+                }
+                ExpertBatch batch = session.dispatch(args);
+                std::vector<std::byte> out(66);
+                int32_t missing = -1;
+                session.combine(batch, {.out = out.data(), .missing = &missing});
+                EXPECT_EQ(missing, 2);
+            });
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------------------- weights
+
+/// Byte i of an expert's weights.
+std::byte weight_byte(int32_t expert, int64_t i) {
+    return static_cast<std::byte>(mix(static_cast<uint64_t>(expert), static_cast<uint64_t>(i)) >> 11);
+}
+
+std::vector<std::byte> weights_of(const PlacementTable& t, int rank, int64_t expert_bytes) {
+    std::vector<std::byte> all;
+    for (int64_t s = 0; s < t.slots(); ++s)
+        for (int64_t i = 0; t.rank_of(s) == rank && i < expert_bytes; ++i)
+            all.push_back(weight_byte(t.expert_of[static_cast<size_t>(s)], i));
+    return all;
+}
+
+TEST(MoveWeights, BringsEverySlotItsBytes) {
+    Random random;
+    for (int64_t round = 0; round < scaled(60); ++round) {
+        const int64_t ranks = 1 + random.below(6), experts = 1 + random.below(10);
+        const auto any_table = [&] {
+            Loads loads;
+            for (int64_t e = 0; e < experts; ++e) loads.push_back(static_cast<uint64_t>(random.below(100)));
+            const int64_t slots = experts + random.below(std::min<int64_t>(ranks * experts - experts, 6) + 1);
+            return plan_placement(loads, {.ranks = ranks, .slots = slots});
+        };
+        const PlacementTable from = random.one_in(3) ? PlacementTable::contiguous(ranks, experts) : any_table(),
+                             to = any_table();
+        const int64_t expert_bytes = 1 + random.below(5000), chunk_bytes = 1 + random.below(700), chunks = 1 + random.below(8);
+        std::vector<Session> movers =
+            Session::open_local(weight_session_options(to, expert_bytes, chunk_bytes, chunks), static_cast<int>(ranks));
+        std::atomic<int64_t> sent{0}, received{0};
+        on_ranks(ranks, [&](int r) {
+            const std::vector<std::byte> old = weights_of(from, r, expert_bytes), right = weights_of(to, r, expert_bytes);
+            std::vector<std::byte> got(right.size(), std::byte{0xEE});
+            const WeightTransfer t =
+                move_weights(movers[static_cast<size_t>(r)], from, to, expert_bytes, old.data(), got.data());
+            EXPECT_EQ(difference("weights", got, right), "") << "rank " << r;
+            EXPECT_EQ(t.received + t.kept, static_cast<int64_t>(right.size()));
+            sent += t.sent, received += t.received;
+        });
+        EXPECT_EQ(sent, received);
+        int64_t moved = 0;
+        for (const WeightMove& m : weight_moves(from, to)) moved += m.source != m.target;
+        EXPECT_EQ(sent, moved * expert_bytes);
+        if (HasFailure()) return;
+    }
+}
+
+TEST(MoveWeights, RefusesAnotherSessionAndRanksThatDiffer) {
+    const PlacementTable from = PlacementTable::contiguous(2, 3), to = table_of(2, 3, {0, 1, 0, 2});
+    const PlacementTable other = table_of(2, 3, {0, 1, 1, 2});
+    std::vector<std::byte> old(64), fresh(64);
+    {
+        std::vector<Session> wrong = Session::open_local(options_of(4), 2);
+        EXPECT_TRUE(is_error(outcome_of([&] { move_weights(wrong[0], from, to, 8, old.data(), fresh.data()); }),
+                             Code::bad_input, {"weight_session_options"}));
+    }
+    std::vector<Session> movers = Session::open_local(weight_session_options(to, 8), 2);
+    EXPECT_TRUE(
+        is_error(outcome_of([&] { move_weights(movers[0], from, to, 8, nullptr, fresh.data()); }), Code::bad_input, {"null"}));
+    on_ranks(2, [&](int r) {
+        EXPECT_EQ(outcome_of([&] {
+                      move_weights(movers[static_cast<size_t>(r)], from, r == 0 ? to : other, 8, old.data(), fresh.data());
+                  }).code,
+                  Code::mismatch);
+    });
+}
+
+// ------------------------------------------------------------------------------------------------------------------ C ABI
+
+TEST(CApi, OpensWithATableAndCountsLoads) {
+    const uint64_t loads[3] = {6, 1, 1};
+    int32_t expert_of[4], parts[4];
+    ASSERT_EQ(sy_plan_placement(loads, 3, 2, 4, 0, 0, SY_CHOICE_ROUND_ROBIN, expert_of, parts), SY_OK) << sy_last_error();
+    sy_placement placement{};
+    placement.struct_size = sizeof placement;
+    placement.ranks = 2, placement.experts = 3, placement.slots = 4, placement.expert_of = expert_of;
+    uint64_t hash = 0;
+    ASSERT_EQ(sy_placement_check(&placement), SY_OK) << sy_last_error();
+    ASSERT_EQ(sy_placement_hash(&placement, &hash), SY_OK);
+    EXPECT_EQ(hash, plan_placement(loads, {.ranks = 2, .slots = 4, .choice = ReplicaChoice::round_robin}).hash());
+
+    sy_options options;
+    ASSERT_EQ(sy_options_init(&options, sizeof options), SY_OK);
+    options.hidden = 4, options.topk = 1, options.experts = 3, options.tokens_max = 4, options.dtype = SY_F32;
+    sy_session* sessions[2];
+    ASSERT_EQ(sy_open_local_placed(&options, &placement, sessions), SY_OK) << sy_last_error();
+    const float x[8] = {1, 2, 3, 4, 5, 6, 7, 8};
+    const int32_t ids[2] = {0, 0};
+    on_ranks(2, [&](int r) {
+        sy_batch batch;
+        sy_dispatch_args out{};
+        out.struct_size = sizeof out, out.x = x, out.tokens = 2, out.topk_ids = ids;
+        ASSERT_EQ(sy_dispatch(sessions[r], &out, &batch), SY_OK) << sy_last_error();
+        sy_batch_view view{};
+        view.struct_size = sizeof view;
+        ASSERT_EQ(sy_batch_get(&batch, &view), SY_OK);
+        EXPECT_EQ(view.rows, 2);  // of four rows for expert 0, two on each rank
+        const void* rows = nullptr;
+        ASSERT_EQ(sy_batch_expand_x(&batch, &rows, nullptr), SY_OK);
+        std::memcpy(view.y, rows, 32);
+        float result[8] = {};
+        sy_combine_args home{};
+        home.struct_size = sizeof home, home.out = result;
+        ASSERT_EQ(sy_combine(sessions[r], &batch, &home), SY_OK) << sy_last_error();
+        EXPECT_EQ(std::memcmp(result, x, sizeof x), 0);
+    });
+    uint64_t got[4] = {};
+    ASSERT_EQ(sy_session_loads(sessions[0], SY_LOADS_EXPERTS, got, 3), SY_OK);
+    EXPECT_EQ(got[0], 4U);
+    ASSERT_EQ(sy_session_loads(sessions[1], SY_LOADS_SENT, got, 3), SY_OK);
+    EXPECT_EQ(got[0], 2U);
+    ASSERT_EQ(sy_session_loads(sessions[1], SY_LOADS_RANKS, got, 2), SY_OK);
+    EXPECT_EQ(got[0] * 10 + got[1], 22U);
+    EXPECT_EQ(sy_session_loads(sessions[1], SY_LOADS_SLOTS, got, 3), SY_BAD_INPUT);
+    EXPECT_NE(std::string(sy_last_error()).find("there are 4"), std::string::npos) << sy_last_error();
+    EXPECT_EQ(sy_session_loads(sessions[1], 4, got, 3), SY_BAD_INPUT);
+    ASSERT_EQ(sy_session_reset_loads(sessions[1]), SY_OK);
+    ASSERT_EQ(sy_session_loads(sessions[1], SY_LOADS_SLOTS, got, 4), SY_OK);
+    EXPECT_EQ(got[0] + got[1] + got[2] + got[3], 0U);
+    for (sy_session*& session : sessions) EXPECT_EQ(sy_free(&session), SY_OK);
+
+    expert_of[1] = expert_of[0];
+    EXPECT_EQ(sy_placement_check(&placement), SY_BAD_INPUT);
+    placement.choice = int64_t{1} << 32;  // no allowed number in its lower half
+    EXPECT_EQ(sy_placement_check(&placement), SY_BAD_INPUT);
+    placement.slots = -1;
+    EXPECT_EQ(sy_open_local_placed(&options, &placement, sessions), SY_BAD_INPUT);
 }
 
 }  // namespace

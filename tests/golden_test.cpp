@@ -242,6 +242,67 @@ TEST_P(GoldenCase, SessionGivesTheSameBytesInEveryRound) {
                 }
 }
 
+// A replica is the same expert: wherever the rows go, combine gives the golden bytes, and the rows are the golden ones.
+TEST_P(GoldenCase, SessionWithReplicasCombinesToTheSameBytes) {
+    const Case c = read_case(GetParam());
+    const size_t row_bytes = static_cast<size_t>(c.options.hidden) * token_bytes(c.options.dtype);
+    struct Row {
+        const std::byte *y = nullptr, *payload = nullptr;
+    };
+    std::vector<std::vector<Row>> rows;  // of each (source, token, k), from golden
+    std::vector<uint64_t> loads(static_cast<size_t>(c.options.experts));
+    for (const RankFiles& f : c.ranks) {
+        rows.emplace_back(static_cast<size_t>(f.tokens * c.options.topk));
+        for (const int32_t id : f.ids)
+            if (id >= 0) ++loads[static_cast<size_t>(id)];
+    }
+    for (const RankFiles& f : c.ranks) {
+        const std::vector<int32_t> info = numbers<int32_t>(f.assist_info);
+        const size_t payload = info.empty() ? 0 : f.expand_x.size() / (info.size() / 3);
+        for (size_t i = 0; 3 * i < info.size(); ++i)
+            if (info[3 * i] >= 0)
+                rows[static_cast<size_t>(info[3 * i])]
+                    [static_cast<size_t>(info[3 * i + 1] * c.options.topk + info[3 * i + 2])] = {
+                        f.y.data() + i * row_bytes, f.expand_x.data() + i * payload};
+    }
+    const auto ranks = static_cast<int64_t>(c.ranks.size());
+    const int64_t slots = std::min(ranks * c.options.experts, c.options.experts + std::max<int64_t>(1, c.options.experts / 4));
+    for (const ReplicaChoice choice : {ReplicaChoice::round_robin, ReplicaChoice::nearest, ReplicaChoice::least_loaded})
+        for (const Landing landing : {Landing::packed, Landing::padded, Landing::in_place})
+            for (const CombinePath path : {CombinePath::read, CombinePath::push}) {
+                Options o = c.options;
+                o.landing = landing;
+                o.combine_path = path;
+                o.timeout_ms = 20000 * slowness;
+                SCOPED_TRACE(text_of(o));
+                const PlacementTable table = plan_placement(loads, {.ranks = ranks, .slots = slots, .choice = choice});
+                std::vector<Session> sessions = Session::open_local(o, table);
+                on_ranks(ranks, [&](int r) {
+                    const RankFiles& f = c.ranks[static_cast<size_t>(r)];
+                    Session& session = sessions[static_cast<size_t>(r)];
+                    for (int round = 0; round < 3; ++round) {
+                        ExpertBatch batch = session.dispatch({.x = f.x.data(), .tokens = f.tokens, .topk_ids = f.ids.data()});
+                        const std::span<const int32_t> info = batch.assist_info_for_combine();
+                        auto* y = static_cast<std::byte*>(batch.y());
+                        for (int64_t i = 0; i < batch.rows(); ++i) {
+                            const int32_t* of = info.data() + 3 * i;
+                            if (of[0] < 0) continue;
+                            const Row& right = rows[static_cast<size_t>(of[0])][static_cast<size_t>(of[1] * o.topk + of[2])];
+                            ASSERT_NE(right.y, nullptr);
+                            EXPECT_EQ(
+                                std::memcmp(batch.row(i).payload, right.payload, static_cast<size_t>(batch.payload_bytes())),
+                                0);
+                            std::memcpy(y + static_cast<size_t>(i) * row_bytes, right.y, row_bytes);
+                        }
+                        Output out(f.out.size());
+                        session.combine(batch, {.topk_weights = f.weights.data(), .out = out.data()});
+                        EXPECT_EQ(out.difference_from("x", f.out), "") << "rank " << r;
+                    }
+                });
+                if (HasFailure()) return;
+            }
+}
+
 INSTANTIATE_TEST_SUITE_P(Golden, GoldenCase, testing::ValuesIn(case_names()), [](const auto& named) { return named.param; });
 
 TEST(Golden, AutomaticTakesTheFirstKernelSet) {

@@ -15,6 +15,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "switchyard/weights.hpp"
 #include "testing.hpp"
 
 namespace switchyard::test {
@@ -1067,6 +1068,84 @@ TEST(Ranks, ForkedChildOfARankDoesNoHarm) {
                             (WIFSIGNALED(status) ? ", signal " + std::to_string(WTERMSIG(status)) : ""));
         });
         all.end_of_all();
+    }
+}
+
+// -------------------------------------------------------------------------------------------------------------- placement
+
+TEST(Placement, WeightsMoveAndReplicasAnswerBetweenProcesses) {
+    constexpr int ranks = 4;
+    constexpr int64_t experts = 6, expert_bytes = 70'001;
+    const std::vector<uint64_t> loads = {40, 3, 9, 1, 1, 2};
+    const PlacementTable from = PlacementTable::contiguous(ranks, experts);
+    const PlacementTable to = plan_placement(loads, {.ranks = ranks, .slots = 9});
+    const auto weights_of = [&](const PlacementTable& t, int rank) {
+        std::vector<std::byte> all;
+        for (int64_t s = 0; s < t.slots(); ++s)
+            for (int64_t i = 0; t.rank_of(s) == rank && i < expert_bytes; ++i)
+                all.push_back(static_cast<std::byte>(
+                    mix(static_cast<uint64_t>(t.expert_of[static_cast<size_t>(s)]), static_cast<uint64_t>(i))));
+        return all;
+    };
+    Options o = options_of(ranks);
+    o.experts = experts;
+    Problem p = problem_of(o, ranks);
+    p.table = to;
+    solve(p);
+    Processes all(ranks, [&](const Part& part) {
+        const std::vector<std::byte> old = weights_of(from, part.rank()), right = weights_of(to, part.rank());
+        std::vector<std::byte> got(right.size());
+        Session mover = Session::open(weight_session_options(to, expert_bytes, 4096, 8), group_of(part.rank(), ranks, "mover"));
+        const WeightTransfer done = move_weights(mover, from, to, expert_bytes, old.data(), got.data());
+        part.expect_nothing(difference("weights", got, right));
+        part.expect(done.rounds > 1, "it took one round");
+        Session session = Session::open(o, group_of(part.rank(), ranks), to);
+        for (int i = 0; i < 5; ++i) part.expect_nothing(difference_of_round(session, p));
+    });
+    all.end_of_all();
+}
+
+TEST(Placement, ALivingReplicaAnswersForADeadOne) {
+    for (const auto& [landing, path] : every_way) {
+        constexpr int ranks = 3, victim = 1;
+        Options o = options_of(ranks, landing, path);
+        o.experts = 3;
+        o.partial = true;
+        PlacementTable table;  // rank 0: 0 1, rank 1: 2 0, rank 2: 2 1; every expert lives on without any one rank
+        table.ranks = ranks;
+        table.experts = o.experts;
+        table.expert_of = {0, 1, 2, 0, 2, 1};
+        const Problem p = problem_of(o, ranks);
+        Problem q = p;  // without the victim's tokens
+        q.ranks[victim] = RankData();
+        q.ranks[victim].stride = o.hidden;
+        solve(q);
+        SCOPED_TRACE(text_of(o));
+        const std::string label = std::to_string(static_cast<int>(landing)) + std::to_string(static_cast<int>(path));
+        Processes all(ranks, [&](const Part& part) {
+            Session session = Session::open(o, group_of(part.rank(), ranks, label), table);
+            if (part.rank() == victim) part.die_here();
+            part.expect_error(Code::peer_lost, victim, [&] {
+                ExpertBatch batch = session.dispatch(dispatch_args(p, part.rank()));
+                session.combine(batch, {.out = output_of(p, part.rank()).data()});
+            });
+            part.expect(session.shrink() == others(ranks, {victim}), "the members are others");
+            Problem placed = q;
+            placed.table = table;
+            for (int i = 0; i < 3; ++i) {
+                ExpertBatch batch = session.dispatch(dispatch_args(q, part.rank()));
+                fill_y(batch, placed, part.rank(), batch.y());
+                Output out = output_of(q, part.rank());
+                std::vector<int32_t> missing(static_cast<size_t>(q.ranks[static_cast<size_t>(part.rank())].tokens), -1);
+                CombineArgs args = combine_args(q, part.rank(), out.data());
+                args.missing = missing.data();
+                session.combine(batch, args);
+                part.expect_nothing(out.difference_from("x", q.combined[static_cast<size_t>(part.rank())]));
+                part.expect(missing == std::vector<int32_t>(missing.size()), "something is missing");
+            }
+        });
+        all.end_of_all(victim);
+        if (testing::Test::HasFailure()) return;
     }
 }
 

@@ -16,6 +16,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <optional>
 #include <random>
 #include <span>
 #include <string>
@@ -286,6 +287,7 @@ struct Problem {
     bool weighted = true;  ///< combine with weights
     bool with_shared = false;
     std::vector<RankData> ranks;
+    std::optional<PlacementTable> table;           ///< where experts lie; solve() again after setting it
     std::vector<reference::Received> received;     ///< right results of dispatch
     std::vector<std::vector<std::byte>> combined;  ///< right results of combine
 };
@@ -305,9 +307,19 @@ inline void solve(Problem& p) {
     for (const RankData& d : p.ranks)
         inputs.push_back(
             {d.dense_x.data(), d.tokens, d.ids.data(), p.weighted || o.deliver_weights ? d.weights.data() : nullptr});
+    // With a table rows go to slots as they would to so many experts. Combine does not know of it.
+    Options placed = o;
+    std::vector<reference::RankInput> placed_inputs = inputs;
+    std::vector<std::vector<int32_t>> slots;
+    if (p.table) placed.experts = p.table->slots();
+    for (size_t r = 0; p.table && r < p.ranks.size(); ++r) {
+        slots.push_back(slots_of(*p.table, static_cast<int>(r), p.ranks[r].ids));
+        placed_inputs[r].topk_ids = slots.back().data();
+    }
+    p.received.clear(), p.combined.clear();
     for (size_t r = 0; r < p.ranks.size(); ++r) {
         const RankData& d = p.ranks[r];
-        p.received.push_back(reference::dispatch(o, inputs, static_cast<int>(r)));
+        p.received.push_back(reference::dispatch(placed, placed_inputs, static_cast<int>(r)));
         reference::RankInput input = inputs[r];
         if (!p.weighted) input.topk_weights = nullptr;
         std::vector<std::byte> rows(static_cast<size_t>(o.topk) * row_bytes);
@@ -453,14 +465,19 @@ inline void fill_y(const ExpertBatch& batch, const Problem& p, int rank, void* y
     const std::span<const int32_t> info = batch.assist_info_for_combine();
     const std::span<const int64_t> offsets = batch.expert_offsets();
     const size_t row_bytes = static_cast<size_t>(p.options.hidden) * token_bytes(p.options.dtype);
-    const auto first = static_cast<int32_t>(experts_of(rank, static_cast<int64_t>(p.ranks.size()), p.options.experts).first);
+    const int64_t slots = p.table ? p.table->slots() : p.options.experts;
+    const auto first = static_cast<int32_t>(experts_of(rank, static_cast<int64_t>(p.ranks.size()), slots).first);
+    const auto expert_at = [&](size_t e) {
+        const int32_t slot = first + static_cast<int32_t>(e);
+        return p.table ? p.table->expert_of[static_cast<size_t>(slot)] : slot;
+    };
     for (size_t e = 0; e + 1 < offsets.size(); ++e)
         for (auto i = static_cast<size_t>(offsets[e]); i < static_cast<size_t>(offsets[e + 1]); ++i) {
             std::byte* row = static_cast<std::byte*>(y) + i * row_bytes;
             if (info[3 * i] < 0)
                 fill_nan(p.options.dtype, p.options.hidden, row);
             else
-                expert_row(p, first + static_cast<int32_t>(e), info[3 * i], info[3 * i + 1], info[3 * i + 2], row);
+                expert_row(p, expert_at(e), info[3 * i], info[3 * i + 1], info[3 * i + 2], row);
         }
 }
 

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "switchyard/options.hpp"
+#include "switchyard/plan.hpp"
 #include "switchyard/status.hpp"
 #include "switchyard/trace.hpp"
 #include "switchyard/types.hpp"
@@ -148,6 +149,17 @@ struct SessionStats {
     int64_t wait_ns_returned = 0;   ///< waiting for the experts' output
 };
 
+/// Rows counted since the session opened or reset_loads(): (token, k) pairs of every dispatch that all ranks have agreed to.
+/// Always on. `experts`, `slots` and `ranks` are of the whole group, and so equal on all ranks as long as their dispatches
+/// ended alike; plan_placement(experts, ...) on each then gives one table.
+struct SessionLoads {
+    uint64_t dispatches = 0;
+    std::vector<uint64_t> sent;     ///< [E] from this rank to each expert
+    std::vector<uint64_t> experts;  ///< [E] from all ranks to each expert
+    std::vector<uint64_t> slots;    ///< [S] from all ranks to each slot; experts again without a placement table
+    std::vector<uint64_t> ranks;    ///< [R] from all ranks to each rank
+};
+
 class SY_API Session {
  public:
     /// Opens this rank's session: meets the others, compares every agreed option, maps the windows. Allocates everything;
@@ -155,10 +167,19 @@ class SY_API Session {
     /// mismatch (ranks disagree; names both and the option), timed_out, peer_lost, system.
     static Session open(const Options& options, const Group& group);
 
+    /// The same with experts placed by a table, for its number of ranks and options.experts experts. topk_ids go on naming
+    /// experts; a row goes to the replica that table.choice says, and results are those of any other placement. What a batch
+    /// calls an expert of this rank is one of its slots: L counts slots, slot s lies on the rank that
+    /// experts_of(rank, R, S) says, and table.expert_of[s] is its expert. With option partial a row takes a replica that lives.
+    /// Throws also: mismatch when ranks have tables of different hash (names both and the ranks), bad_input for one that does
+    /// not pass check() or does not fit.
+    static Session open(const Options& options, const Group& group, const PlacementTable& table);
+
     /// Ranks as threads of this process: session r belongs to the thread that plays rank r.
     static std::vector<Session> open_local(const Options& options, int ranks);
-    /// The same with each rank's own options; they are compared as between processes.
-    static std::vector<Session> open_local(std::span<const Options> options);
+    static std::vector<Session> open_local(const Options& options, const PlacementTable& table);
+    /// The same with each rank's own options, and table if any; they are compared as between processes.
+    static std::vector<Session> open_local(std::span<const Options> options, std::span<const PlacementTable> tables = {});
 
     Session(Session&&) noexcept;
     Session& operator=(Session&&) noexcept;
@@ -198,7 +219,7 @@ class SY_API Session {
     int size() const;
     const Options& options() const;  ///< with every `automatic` and 0 replaced by what is used
     const char* simd_name() const;   ///< instruction set of the kernels in use
-    int64_t experts_local() const;   ///< L
+    int64_t experts_local() const;   ///< L; slots of this rank where there is a placement table
     int64_t window_bytes() const;    ///< address space reserved per rank; only touched pages cost memory
     /// What the window lies in and where helpers run, in words: "pages of 2048 KiB on NUMA node 1, helpers on CPUs 5, 6".
     /// Nothing is bound or pinned that is not told here.
@@ -206,6 +227,10 @@ class SY_API Session {
     SessionStats stats() const;
     /// Why this landing: with landing automatic what each was expected to cost, cheapest first. Lines of text.
     std::string explain() const;
+
+    /// What each expert, slot and rank has had to do. Allocates the result.
+    SessionLoads loads() const;
+    void reset_loads();  ///< from 0 again; on all ranks, where they shall stay equal
 
     /// The last events, oldest first, at most 4096: the last few hundred calls. Allocates. They are always noted.
     std::vector<TraceEvent> trace() const;

@@ -255,6 +255,35 @@ SY_API int32_t sy_open_local(const sy_options* options, int32_t ranks, sy_sessio
 /* The same with each rank's own options [ranks]; they are compared as between processes. */
 SY_API int32_t sy_open_local_each(const sy_options* const* options, int32_t ranks, sy_session** sessions);
 
+/* Experts with replicas. A rank's experts lie in slots; slot s of `slots` lies on the rank that sy_experts_of says of expert s
+ * of so many. See plan.hpp for what each field and choice means. */
+enum { SY_CHOICE_ROUND_ROBIN = 0, SY_CHOICE_NEAREST = 1, SY_CHOICE_LEAST_LOADED = 2 };
+typedef struct sy_placement {
+    size_t struct_size;
+    int64_t ranks;
+    int64_t experts;
+    int64_t slots;
+    const int32_t* expert_of; /* [slots] */
+    const int32_t* parts;     /* [slots] 1..4096, or null: equal shares */
+    int64_t choice;
+} sy_placement;
+
+/* Whether every expert has a slot, no rank holds one twice, and all is in range; and the number that ranks compare. */
+SY_API int32_t sy_placement_check(const sy_placement* placement);
+SY_API int32_t sy_placement_hash(const sy_placement* placement, uint64_t* hash);
+
+/* Plans a placement for loads [experts], and fills expert_of [slots] and parts [slots] (all 1 for equal shares).
+ * ranks_per_group and expert_groups: 0 = one group of all. The same on every rank that asks with the same loads. */
+SY_API int32_t sy_plan_placement(const uint64_t* loads, int64_t experts, int64_t ranks, int64_t slots, int64_t ranks_per_group,
+                                 int64_t expert_groups, int64_t choice, int32_t* expert_of, int32_t* parts);
+
+/* sy_open and sy_open_local with experts placed by a table, of which every rank gives the same. topk_ids go on naming experts,
+ * results are those of any other placement; what a batch calls an expert of this rank is one of its slots. The placement is
+ * read during the call only. sy_open_local_placed fills sessions [placement->ranks]. */
+SY_API int32_t sy_open_placed(const sy_options* options, const sy_group* group, const sy_placement* placement,
+                              sy_session** session);
+SY_API int32_t sy_open_local_placed(const sy_options* options, const sy_placement* placement, sy_session** sessions);
+
 /* Leaves the group: the other ranks' calls that need this rank fail with SY_PEER_CLOSED, this session's further calls and those
  * of its batches with SY_STALE. Never waits. Closing again does nothing. */
 SY_API int32_t sy_close(sy_session* session);
@@ -271,6 +300,14 @@ SY_API int32_t sy_session_stats(const sy_session* session, sy_stats* stats);
 /* Fills wait_ns [R] with the nanoseconds this rank has stood waiting while that rank was the next one it lacked, since the
  * session opened. SY_BAD_INPUT when `count` is not R. Works on a closed session. */
 SY_API int32_t sy_session_waits(const sy_session* session, int64_t* wait_ns, int64_t count);
+
+/* Rows counted since the session opened or sy_session_reset_loads(): from this rank to each expert [E]; from all ranks to each
+ * expert [E], to each slot [S] (experts again without a placement), to each rank [R]. Always on. */
+enum { SY_LOADS_SENT = 0, SY_LOADS_EXPERTS = 1, SY_LOADS_SLOTS = 2, SY_LOADS_RANKS = 3 };
+
+/* Fills loads [count]; SY_BAD_INPUT names the right count. Works on a closed session. */
+SY_API int32_t sy_session_loads(const sy_session* session, int32_t which, uint64_t* loads, int64_t count);
+SY_API int32_t sy_session_reset_loads(sy_session* session);
 
 /* ----------------------------------------------------------------------------------------------------- dispatch, combine */
 

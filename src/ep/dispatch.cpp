@@ -41,12 +41,12 @@ Status check_dispatch(const Rank& rank, Flight& flight, const DispatchArgs& args
             return bad("x lies in Session::x() but is not dense from its start.");
     }
     const int64_t n = args.tokens * s.topk;
-    if (const int64_t i = find_bad_id(args.topk_ids, n, s.experts); i < n)
+    if (const int64_t i = find_bad_id(args.topk_ids, n, rank.options.experts); i < n)
         return bad(fmt::format("topk_ids[{}][{}] is {}; experts are 0..{}, or -1 for an unused slot.", i / s.topk, i % s.topk,
-                               args.topk_ids[i], s.experts - 1));
+                               args.topk_ids[i], rank.options.experts - 1));
     if (args.send_counts) {
         count_rows(args.topk_ids, n, flight.next);
-        for (int64_t e = 0; e < s.experts; ++e)
+        for (int64_t e = 0; e < rank.options.experts; ++e)
             if (args.send_counts[e] != flight.next[static_cast<size_t>(e)])
                 return {Code::mismatch, fmt::format("rank {}: send_counts[{}] is {}, but topk_ids name that expert {} times.",
                                                     rank.me(), e, args.send_counts[e], flight.next[static_cast<size_t>(e)])};
@@ -54,11 +54,13 @@ Status check_dispatch(const Rank& rank, Flight& flight, const DispatchArgs& args
     if (rank.generation == 0 || rank.options.partial) return {};
     for (int64_t i = 0; i < n; ++i) {
         const int32_t e = args.topk_ids[i];
-        if (e < 0 || rank.is_member(rank.placement.owner[static_cast<size_t>(e)])) continue;
+        if (e < 0 || living_owner(rank.turns, rank.placement, rank.left, e) >= 0) continue;
+        const int32_t slot =
+            rank.turns.empty() ? e : rank.turns.slots[static_cast<size_t>(rank.turns.first[static_cast<size_t>(e)])];
         return bad(
             fmt::format("topk_ids[{}][{}] is {}, an expert of rank {}, which has left the group. Route to experts of its "
                         "members, or open the session with option partial.",
-                        i / s.topk, i % s.topk, e, rank.placement.owner[static_cast<size_t>(e)]));
+                        i / s.topk, i % s.topk, e, rank.placement.owner[static_cast<size_t>(slot)]));
     }
     return {};
 }
@@ -81,8 +83,7 @@ void DispatchStep::start(Rank& rank, Flight& flight, const DispatchArgs& args, c
     flight.materialised = false;
     std::fill(flight.lost.begin(), flight.lost.end(), 0);
     std::fill(flight.missing.begin(), flight.missing.end(), 0);
-    if (verdict_.ok() && rank.options.partial && rank.generation > 0)
-        args_.topk_ids = leave_out_lost_experts(rank, flight, args_);
+    if (verdict_.ok()) args_.topk_ids = slots_of_ids(rank, flight, args_);
     await_.begin_gate(rank, flight);  // model: dispatch_gate
 }
 

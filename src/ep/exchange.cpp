@@ -194,13 +194,16 @@ Status plan_window(Options& options, int64_t ranks, layout::Window* window) {
 }
 
 Rank::Rank(Transport& link_in, const layout::Window& window_in, const quant::Kernels& kernels_in, Workers& workers_in,
-           const Options& options_in)
+           const Options& options_in, Turns turns_in)
     : link(link_in),
       window(window_in),
       kernels(kernels_in),
       workers(workers_in),
       options(options_in),
-      placement(Placement::contiguous(link_in.size(), options_in.experts)) {
+      placement(Placement::contiguous(link_in.size(), window_in.shape.experts)),
+      turns(std::move(turns_in)),
+      sent(static_cast<size_t>(window_in.shape.experts)),
+      seen(static_cast<size_t>(window_in.shape.experts)) {
     base.resize(static_cast<size_t>(link.size()));
     left.resize(static_cast<size_t>(link.size()));
     const auto row = static_cast<size_t>(std::max(window.cell.stride, window.home_row.stride));
@@ -255,10 +258,8 @@ void Flight::allocate(Rank& of) {
     expert_first.resize(experts);
     rows_of.resize(ranks);
     lost.resize(ranks);
-    if (of.options.partial) {
-        used_ids.resize(static_cast<size_t>(s.tokens_max * s.topk));
-        missing.resize(static_cast<size_t>(s.tokens_max));
-    }
+    if (of.options.partial) missing.resize(static_cast<size_t>(s.tokens_max));
+    if (of.options.partial || !of.turns.empty()) slot_ids.resize(static_cast<size_t>(s.tokens_max * s.topk));
     places.resize(static_cast<size_t>(s.tokens_max * s.topk));
     next.resize(experts);
     ends.resize(experts);
@@ -390,6 +391,15 @@ void fill_results(Rank& rank, Flight& flight) {
     }
     flight.expert_offsets.back() = flight.rows;
     rank.stats.rows_received += static_cast<uint64_t>(running);
+
+    // Every rank has the count rows of all: each can tell the loads of the whole group without asking.
+    const auto add = [&](size_t q, std::vector<uint64_t>& to) {
+        const int32_t* counts = flight.counts.data() + q * to.size();
+        for (size_t s = 0; s < to.size(); ++s) to[s] += static_cast<uint32_t>(counts[s]);
+    };
+    for (size_t q = 0; q < ranks; ++q) add(q, rank.seen);
+    add(static_cast<size_t>(rank.me()), rank.sent);
+    ++rank.seen_dispatches;
 }
 
 void send_rows(Rank& rank, Flight& flight, const DispatchArgs& args) {
@@ -740,19 +750,18 @@ void blank_rows_of(Rank& rank, Flight& flight, int source) {
     }
 }
 
-const int32_t* leave_out_lost_experts(const Rank& rank, Flight& flight, const DispatchArgs& args) {
+const int32_t* slots_of_ids(const Rank& rank, Flight& flight, const DispatchArgs& args) {
+    const bool some_left = rank.options.partial && rank.generation > 0;
+    if (rank.turns.empty() && !some_left) return args.topk_ids;
     const int64_t topk = rank.window.shape.topk;
-    for (int64_t t = 0; t < args.tokens; ++t) {
+    int32_t* slots = flight.slot_ids.data();
+    take_turns(rank.turns, rank.placement, rank.left, args.topk_ids, args.tokens * topk, flight.next, slots);
+    for (int64_t t = 0; some_left && t < args.tokens; ++t) {
         int32_t missing = 0;
-        for (int64_t i = t * topk; i < (t + 1) * topk; ++i) {
-            const int32_t e = args.topk_ids[i];
-            const bool is_lost = e >= 0 && !rank.is_member(rank.placement.owner[static_cast<size_t>(e)]);
-            flight.used_ids[static_cast<size_t>(i)] = is_lost ? -1 : e;
-            missing += is_lost;
-        }
+        for (int64_t i = t * topk; i < (t + 1) * topk; ++i) missing += args.topk_ids[i] >= 0 && slots[i] < 0;
         flight.missing[static_cast<size_t>(t)] = missing;
     }
-    return flight.used_ids.data();
+    return slots;
 }
 
 void write_pad_rows(Rank& rank, const Flight& flight) {

@@ -77,10 +77,13 @@ struct Rank {
     const layout::Window window;
     const quant::Kernels& kernels;
     Workers& workers;
-    Options options;  ///< what is used: no `automatic` left once connected
-    const Placement placement;
-    const Birthplace born;  ///< the process that opened the session; a forked child has no windows
+    Options options;            ///< what is used: no `automatic` left once connected
+    const Placement placement;  ///< of slots; without a table a slot is an expert
+    const Turns turns;          ///< which slots experts lie in; empty without a table
+    const Birthplace born;      ///< the process that opened the session; a forked child has no windows
     SessionStats stats;
+    std::vector<uint64_t> sent, seen;  ///< [S] rows that this rank, and that all ranks, have sent to each slot
+    uint64_t seen_dispatches = 0;      ///< in which they were
 
     std::vector<std::byte*> base;                        ///< [R] windows that can be loaded and stored; null = by put
     std::vector<std::vector<std::byte>> scratch;         ///< [workers] one encoded row each
@@ -101,9 +104,10 @@ struct Rank {
     int group_of(int peer) const { return peer / static_cast<int>(options.group_ranks); }
     Holder holder_of(int source, int reader) const;
 
-    /// Allocates everything; the link need not be attached yet.
-    Rank(Transport& link, const layout::Window& window, const quant::Kernels& kernels, Workers& workers,
-         const Options& options);
+    /// Allocates everything; the link need not be attached yet. The window is shaped for slots, `options` speak of experts; the
+    /// same number without turns.
+    Rank(Transport& link, const layout::Window& window, const quant::Kernels& kernels, Workers& workers, const Options& options,
+         Turns turns = {});
     /// Takes the windows of the attached link, and chooses the path of combine. bad_input when an option asks for windows
     /// that can be loaded and some cannot.
     Status connect();
@@ -145,10 +149,10 @@ struct Flight {
     std::vector<int32_t> next, ends;     ///< [E] scratch
     std::vector<int32_t> groups_seen;    ///< [workers][R] scratch: the last token that a group was sent, plus 1
 
+    std::vector<int32_t> slot_ids;  ///< [tokens_max * K] slots of my topk_ids; empty when they can be no others
     // With option partial
-    std::vector<uint8_t> lost;      ///< [R] 1: ended in this epoch; nothing of it is awaited or read
-    std::vector<int32_t> used_ids;  ///< [tokens_max * K] topk_ids with experts of ranks that have left made unused
-    std::vector<int32_t> missing;   ///< [tokens_max] such slots of each of my tokens
+    std::vector<uint8_t> lost;     ///< [R] 1: ended in this epoch; nothing of it is awaited or read
+    std::vector<int32_t> missing;  ///< [tokens_max] used ids of each of my tokens that became unused
 
     // Results
     std::vector<int64_t> expert_token_nums;  ///< [L]
@@ -215,8 +219,9 @@ Status materialise(Rank& rank, Flight& flight);
 /// sent.
 void blank_rows_of(Rank& rank, Flight& flight, int source);
 
-/// topk_ids with the experts of ranks that are no longer members made unused; counts them per token in flight.missing.
-const int32_t* leave_out_lost_experts(const Rank& rank, Flight& flight, const DispatchArgs& args);
+/// The slots that the call's topk_ids go to: replicas are chosen here, and only here, and experts all of whose ranks have left
+/// become unused, counted per token in flight.missing. The topk_ids themselves where there are neither.
+const int32_t* slots_of_ids(const Rank& rank, Flight& flight, const DispatchArgs& args);
 
 /// Zeroes the pad rows of expert_alignment and marks their source -1. Only this rank writes them.
 void write_pad_rows(Rank& rank, const Flight& flight);
