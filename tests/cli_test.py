@@ -268,6 +268,78 @@ class MadeUp(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
 
 
+class Balance(unittest.TestCase):
+    SHAPE = ("--ranks", 4, "--experts", 32, "--k", 4, "--routing", "zipf")
+
+    def setUp(self):
+        self.folder = tempfile.mkdtemp()
+        self.addCleanup(shutil.rmtree, self.folder)
+
+    def right(self, *arguments):
+        done = command(*arguments)
+        self.assertEqual(done.returncode, 0, f"{arguments}: {done.stdout}{done.stderr}")
+        return done
+
+    def test_loads_are_recorded_planned_for_and_played(self):
+        loads, table = (os.path.join(self.folder, name) for name in ("loads.ndjson", "table.json"))
+        small = ("--h", 64, "--bs", 200, "--rounds", 3)
+        for seed in (1, 1):
+            self.right("run", *self.SHAPE, *small, "--seed", seed, "--loads", loads)
+        lines = [json.loads(line) for line in read(loads).splitlines()]
+        self.assertEqual(len(lines), 2)
+        self.assertEqual(sum(lines[0]["experts"]), 4 * 200 * 4 * 3)
+        self.assertEqual(sum(lines[0]["ranks"]), sum(lines[0]["experts"]))
+        by_rank = [sum(lines[0]["experts"][8 * r:8 * r + 8]) for r in range(4)]  # experts lie in order
+        self.assertEqual(lines[0]["ranks"], by_rank)
+
+        planned = json.loads(self.right("plan", "--balance", "--loads", loads, "--ranks", 4, "--write", table, "--json").stdout)
+        self.assertEqual((planned["experts"], planned["slots"]), (32, 40))
+        self.assertAlmostEqual(planned["rank_imbalance_before"], max(by_rank) * 4 / sum(by_rank), 5)
+        self.assertLessEqual(planned["rank_imbalance"], 1.15)
+        self.assertLessEqual(planned["held_out_imbalance"], 1.15)
+        written = json.loads(read(table))
+        self.assertEqual(len(written["expert_of"]), 40)
+        self.assertEqual(set(written["expert_of"]), set(range(32)))
+        again = json.loads(self.right("plan", "--balance", "--loads", loads, "--ranks", 4, "--from", table, "--json").stdout)
+        self.assertEqual((again["moves"], again["hash"]), (0, planned["hash"]))
+
+        for landing, path in (("packed", "read"), ("padded", "push"), ("in_place", "read")):
+            done = self.right("run", *self.SHAPE, *small, "--seed", 1, "--placement", table, "--compare", "--landing", landing,
+                              "--combine-path", path)
+            self.assertIn("every byte of every round equals the reference: right", done.stdout)
+        done = self.right("run", *self.SHAPE, *small, "--seed", 1, "--placement", table, "--compare", "--json",
+                          "--expert-us-per-row", 10)
+        result = json.loads(done.stdout.splitlines()[-1])
+        self.assertAlmostEqual(result["rank_imbalance_without"], planned["rank_imbalance_before"], 5)
+        self.assertLessEqual(result["rank_imbalance"], 1.15)
+        self.assertGreaterEqual(result["step_us_p50"], 10 * 4 * 200)  # the mean rank has 800 rows
+
+    def test_a_preset_is_planned_and_printed(self):
+        done = self.right("plan", "--balance", *self.SHAPE, "--bs", 500, "--ranks-per-group", 2)
+        for word in ("32 experts on 4 ranks, 40 slots (8 of replicas), hierarchical", "max / mean", "Gini", "hot", "to move"):
+            self.assertIn(word, done.stdout)
+
+    def test_mistakes_are_told_in_one_line(self):
+        bad = os.path.join(self.folder, "bad.json")
+        write(bad, b'{"switchyard_placement": 1, "ranks": 2, "experts": 2, "expert_of": [0, 0]}')
+        loads = os.path.join(self.folder, "loads")
+        write(loads, b"[1, 2, 3]\n[1, 2]\n")
+        for arguments, said in (
+                (("plan",), "--balance"),
+                (("plan", "--balance", "--loads", "/nonexistent"), "/nonexistent"),
+                (("plan", "--balance", "--loads", loads), "line 2"),
+                (("plan", "--balance", "--slots", 1), "1 slots"),
+                (("plan", "--balance", "--choice", "any"), "--choice"),
+                (("plan", "--balance", "--from", bad), "expert 1 lies in no slot"),
+                (("run", "--ranks", 2, "--experts", 2, "--placement", bad), "bad.json"),
+                (("run", "--compare"), "--placement"),
+                (("run", "--expert-us-per-row", -1), "--expert-us-per-row")):
+            done = command(*arguments)
+            self.assertEqual(done.returncode, 2, f"{arguments}: {done.stdout}{done.stderr}")
+            self.assertEqual(len(done.stderr.strip().splitlines()), 1, done.stderr)
+            self.assertIn(said, done.stderr)
+
+
 class Arguments(unittest.TestCase):
     def refused(self, *arguments, said):
         done = command(*arguments)

@@ -16,6 +16,7 @@ int run_command(int argc, char** argv);
 int verify_command(int argc, char** argv);
 int trace_command(int argc, char** argv);
 int doctor_command(int argc, char** argv);
+int plan_command(int argc, char** argv);
 /// Becomes the program switchyard-bench, or switchyard-kernels after --kernels; both lie beside this one.
 int bench_command(int argc, char** argv);
 
@@ -29,6 +30,10 @@ struct RunFlags {
     int64_t slow_ms = 0;
     int rounds = 20;
     bool json = false;
+    std::string placement;  ///< file of a table, or ""
+    bool compare = false;   ///< rounds without it in between
+    double expert_us_per_row = 0;
+    std::string loads;  ///< file that a line of loads is added to, or ""
 };
 
 /// What the command line of verify says.

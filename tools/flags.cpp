@@ -63,6 +63,15 @@ int parse_run_as(const char* name, const char* what, int argc, char** argv, RunF
     app.add_flag("--waits", run->waits, "print who waited for whom");
     app.add_option("--slow", slow, "a rank that sleeps before each dispatch, and how many ms")->type_name("RANK:MS");
     app.add_flag("--jitter", jitter, "sleep up to 300 us, at random, wherever a phase ends (as --jitter-us 300)");
+    app.add_option("--placement", run->placement, "place experts by a table of switchyard plan; made-up input only")
+        ->type_name("TABLE.json");
+    app.add_flag("--compare", run->compare, "with --placement: after each round one without, and what the table gains");
+    app.add_option("--expert-us-per-row", run->expert_us_per_row,
+                   "experts that take so long for each row they receive, as a device would: the rank sleeps")
+        ->check(CLI::Range(0.0, 1e6))
+        ->type_name("US");
+    app.add_option("--loads", run->loads, "add a line with the rows of each expert and rank, for switchyard plan")
+        ->type_name("FILE");
     run->flags.add_to(app);
     if (const int code = parse(app, argc, argv); code >= 0) return code;
     if (jitter) run->flags.options.emplace("jitter_us", "300");

@@ -25,6 +25,7 @@ constexpr Command commands[] = {
     {"run", run_command, "dispatch and combine in N processes:  switchyard run [DIR]"},
     {"verify", verify_command,
      "compare golden data with a run's output:  switchyard verify DIR; or play seeds: switchyard verify --sim"},
+    {"plan", plan_command, "where experts should lie:  switchyard plan --balance --routing zipf --ranks 8 --write table.json"},
     {"trace", trace_command, "a run as a timeline, and who waits for whom:  switchyard trace --ranks 4 --slow 2:5"},
     {"doctor", doctor_command,
      "can this machine run a group well, and what do open groups wait for:  switchyard doctor [--group]"},

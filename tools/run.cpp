@@ -7,12 +7,14 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <fstream>
 #include <optional>
 #include <thread>
 
 #include "commands.hpp"
 #include "launch.hpp"
 #include "simulate.hpp"
+#include "switchyard/balance.hpp"
 #include "switchyard/session.hpp"
 #include "verify.hpp"
 
@@ -54,18 +56,29 @@ std::vector<std::byte> bytes_of(const void* data, int64_t bytes) {
     return bytes == 0 ? std::vector<std::byte>() : std::vector<std::byte>(b, b + bytes);
 }
 
-// Expert of a row of the batch.
-int32_t expert_of(const ExpertBatch& batch, const ExpertRange& range, int64_t row) {
+// Expert of a row of the batch: one of this rank's range, or what the table has in that slot.
+int32_t expert_of(const ExpertBatch& batch, const ExpertRange& range, const std::optional<PlacementTable>& table, int64_t row) {
     const auto offsets = batch.expert_offsets();
     const auto next = std::upper_bound(offsets.begin(), offsets.end(), row);
-    return static_cast<int32_t>(range.first + (next - offsets.begin()) - 1);
+    const int64_t slot = range.first + (next - offsets.begin()) - 1;
+    return table ? table->expert_of[static_cast<size_t>(slot)] : static_cast<int32_t>(slot);
 }
 
 // What a made-up case must give, from the reference.
-Outputs expected_of(const Case& c, const std::vector<Input>& inputs, const MadeUpExperts& experts, int rank) {
+Outputs expected_of(const Case& c, const std::vector<Input>& inputs, const MadeUpExperts& experts,
+                    const std::optional<PlacementTable>& table, int rank) {
     std::vector<reference::RankInput> views;
     for (size_t r = 0; r < inputs.size(); ++r) views.push_back(inputs[r].view(c.tokens[r]));
-    reference::Received got = reference::dispatch(c.options, views, rank);
+    // Rows go to slots as they would to so many experts; combine does not know of them.
+    Options placed = c.options;
+    std::vector<reference::RankInput> placed_views = views;
+    std::vector<std::vector<int32_t>> slots;
+    if (table) placed.experts = table->slots();
+    for (size_t r = 0; table && r < inputs.size(); ++r) {
+        slots.push_back(slots_of(*table, static_cast<int>(r), inputs[r].topk_ids));
+        placed_views[r].topk_ids = slots.back().data();
+    }
+    reference::Received got = reference::dispatch(placed, placed_views, rank);
     Outputs out{.expand_x = std::move(got.expand_x),
                 .dynamic_scales = std::move(got.dynamic_scales),
                 .x = reference::combine(c.options, views[static_cast<size_t>(rank)], rank,
@@ -96,6 +109,26 @@ void write_outputs(const Case& c, const std::filesystem::path& folder, int rank,
 
 // ------------------------------------------------------------------------------------------------------------- one rank
 
+// One session and what is known of it. A run has one, or with --compare two whose rounds take turns.
+struct Lane {
+    std::optional<PlacementTable> table;
+    Session session;
+    std::optional<Outputs> expected;
+    Outputs got;
+    std::vector<double> dispatch_us, combine_us, step_us;
+    int64_t rows = 0;
+};
+
+std::optional<PlacementTable> read_table(const RunFlags& run) {
+    if (run.placement.empty()) return std::nullopt;
+    const std::vector<std::byte> bytes = read_file(run.placement);
+    try {
+        return PlacementTable::from_text({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+    } catch (const Error& e) {
+        throw Mistake(fmt::format("{}: {}", run.placement, e.what()));
+    }
+}
+
 // Plays one rank: all rounds, every result compared; reports times and counts to the parent.
 void play_rank(const Case& c, const RunFlags& run, bool& met) {
     const Group group = Group::from_environment("run");
@@ -107,29 +140,40 @@ void play_rank(const Case& c, const RunFlags& run, bool& met) {
         if (made_up || r == group.rank) inputs[static_cast<size_t>(r)] = made_up ? make_input(c, r) : read_input(c, r);
     const Input& in = inputs[rank];
     const MadeUpExperts experts(c);
-    std::optional<Outputs> expected;
-    if (made_up) expected = expected_of(c, inputs, experts, group.rank);
-
-    Session session = Session::open(c.options, group);
-    met = true;
-    report({{"met", true}});
-    const ExpertRange range = experts_of(group.rank, c.ranks, c.options.experts);
     const int64_t tokens = c.tokens[rank];
     const int64_t row_bytes = c.token_bytes();
-    Outputs got;
-    got.x.resize(static_cast<size_t>(tokens * row_bytes));
-    std::vector<double> dispatch_us, combine_us;
-    int64_t rows = 0;
+
+    std::vector<Lane> lanes;
+    const auto open = [&](std::optional<PlacementTable> table) {
+        std::optional<Outputs> expected;
+        if (made_up) expected = expected_of(c, inputs, experts, table, group.rank);
+        Session session = table ? Session::open(c.options, group, *table) : Session::open(c.options, group);
+        lanes.push_back({std::move(table), std::move(session), std::move(expected), {}, {}, {}, {}, 0});
+        lanes.back().got.x.resize(static_cast<size_t>(tokens * row_bytes));
+    };
+    if (run.compare) open(std::nullopt);
+    open(read_table(run));
+    met = true;
+    report({{"met", true}});
     std::string wrong;
 
-    for (int round = 0; round < run.rounds; ++round) {
+    const auto play = [&](Lane& lane, int round) {
+        Session& session = lane.session;
+        Outputs& got = lane.got;
+        const int64_t slots = lane.table ? lane.table->slots() : c.options.experts;
+        const ExpertRange range = experts_of(group.rank, c.ranks, slots);
         if (group.rank == run.slow_rank) std::this_thread::sleep_for(std::chrono::milliseconds(run.slow_ms));
-        auto start = Clock::now();
+        if (run.expert_us_per_row > 0) {  // a step begins when all are there, not when the last has checked its bytes
+            ExpertBatch nothing = session.dispatch({});
+            session.combine(nothing, {});
+        }
+        const auto step_start = Clock::now();
         ExpertBatch batch = session.dispatch(
             {.x = in.x.data(), .tokens = tokens, .topk_ids = in.topk_ids.data(), .topk_weights = in.topk_weights.data()});
-        dispatch_us.push_back(microseconds_since(start));
+        lane.dispatch_us.push_back(microseconds_since(step_start));
+        const auto experts_start = Clock::now();
 
-        rows = batch.rows();
+        const int64_t rows = lane.rows = batch.rows();
         got.expand_x = bytes_of(batch.expand_x(), rows * batch.payload_bytes());
         got.dynamic_scales = bytes_of(batch.dynamic_scales(), rows * batch.scale_bytes());
         got.assist_info_for_combine = copy_of(batch.assist_info_for_combine());
@@ -154,20 +198,32 @@ void play_rank(const Case& c, const RunFlags& run, bool& met) {
         for (int64_t i = 0; made_up && i < rows; ++i) {
             const int32_t* info = got.assist_info_for_combine.data() + 3 * i;
             if (info[0] < 0) continue;
-            std::memcpy(y + i * row_bytes, experts.row(info[0], info[1], info[2], expert_of(batch, range, i)),
+            std::memcpy(y + i * row_bytes, experts.row(info[0], info[1], info[2], expert_of(batch, range, lane.table, i)),
                         static_cast<size_t>(row_bytes));
         }
+        // A device at work, which leaves this CPU alone. What was done above is done meanwhile.
+        if (run.expert_us_per_row > 0)
+            std::this_thread::sleep_until(experts_start +
+                                          std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double, std::micro>(
+                                              run.expert_us_per_row * static_cast<double>(rows))));
 
-        start = Clock::now();
+        const auto combine_start = Clock::now();
         session.combine(batch, {.topk_weights = in.topk_weights.data(), .out = got.x.data()});
-        combine_us.push_back(microseconds_since(start));
+        lane.combine_us.push_back(microseconds_since(combine_start));
+        lane.step_us.push_back(microseconds_since(step_start));
 
-        if (!expected) expected = got;  // a case on disk: every round must equal the first, and verify compares with golden
-        if (const std::string part = got.difference(*expected); wrong.empty() && !part.empty())
+        // A case on disk: every round must equal the first, and verify compares with golden
+        if (!lane.expected) lane.expected = got;
+        if (const std::string part = got.difference(*lane.expected); wrong.empty() && !part.empty())
             wrong = fmt::format("{} of round {} differs from {}", part, round + 1, made_up ? "the reference" : "round 1");
+    };
+    for (int round = 0; round < run.rounds; ++round) {
+        for (Lane& lane : lanes) play(lane, round);
         report({{"round", round + 1}});
     }
-    if (!run.output.empty()) write_outputs(c, run.output, group.rank, got);
+    Lane& main = lanes.back();
+    const Session& session = main.session;
+    if (!run.output.empty()) write_outputs(c, run.output, group.rank, main.got);
 
     nlohmann::json events = nlohmann::json::array();
     if (!run.trace.empty())
@@ -177,29 +233,39 @@ void play_rank(const Case& c, const RunFlags& run, bool& met) {
     for (const int64_t ns : session.wait_ns_by_rank()) waits.push_back(static_cast<double>(ns) / 1000 / run.rounds);
 
     const SessionStats stats = session.stats();
+    const SessionLoads loads = session.loads();
     const Options& used = session.options();
     const auto rounds = static_cast<uint64_t>(run.rounds);
-    report({{"rank", group.rank},
-            {"tokens", tokens},
-            {"rows", rows},
-            {"rows_sent", stats.rows_sent / rounds},
-            {"bytes_sent", stats.bytes_sent / rounds},
-            {"bytes_sent_peers", stats.bytes_sent_peers / rounds},
-            {"bytes_home", stats.bytes_home / rounds},
-            {"dispatch_us", dispatch_us},
-            {"combine_us", combine_us},
-            {"dispatch_wait_us", static_cast<double>(stats.wait_ns_counts + stats.wait_ns_rows) / 1000.0 / run.rounds},
-            {"combine_wait_us", static_cast<double>(stats.wait_ns_returned) / 1000.0 / run.rounds},
-            {"landing", option_text(*find_option("landing"), used)},
-            {"combine_path", option_text(*find_option("combine_path"), used)},
-            {"simd", session.simd_name()},
-            {"workers", used.workers},
-            {"window_bytes", session.window_bytes()},
-            {"memory", session.memory_text()},
-            {"wait_by_rank_us", waits},
-            {"trace", events},
-            {"wrong", wrong}});
-    session.close();
+    nlohmann::json message = {
+        {"rank", group.rank},
+        {"tokens", tokens},
+        {"rows", main.rows},
+        {"rows_sent", stats.rows_sent / rounds},
+        {"bytes_sent", stats.bytes_sent / rounds},
+        {"bytes_sent_peers", stats.bytes_sent_peers / rounds},
+        {"bytes_home", stats.bytes_home / rounds},
+        {"dispatch_us", main.dispatch_us},
+        {"combine_us", main.combine_us},
+        {"step_us", main.step_us},
+        {"dispatch_wait_us", static_cast<double>(stats.wait_ns_counts + stats.wait_ns_rows) / 1000.0 / run.rounds},
+        {"combine_wait_us", static_cast<double>(stats.wait_ns_returned) / 1000.0 / run.rounds},
+        {"landing", option_text(*find_option("landing"), used)},
+        {"combine_path", option_text(*find_option("combine_path"), used)},
+        {"simd", session.simd_name()},
+        {"workers", used.workers},
+        {"window_bytes", session.window_bytes()},
+        {"memory", session.memory_text()},
+        {"wait_by_rank_us", waits},
+        {"trace", events},
+        {"wrong", wrong}};
+    if (group.rank == 0)
+        message["loads"] = {{"dispatches", loads.dispatches}, {"experts", loads.experts}, {"ranks", loads.ranks}};
+    if (run.compare) {
+        message["step_us_without"] = lanes.front().step_us;
+        if (group.rank == 0) message["rank_loads_without"] = lanes.front().session.loads().ranks;
+    }
+    report(message);
+    for (Lane& lane : lanes) lane.session.close();
 }
 
 int rank_main(const RunFlags& run) {
@@ -271,6 +337,24 @@ void print_table(const Case& c, const std::vector<nlohmann::json>& ranks, int ro
     fmt::print(
         "\nper round: {} rows, {:.2f} MiB out, {:.2f} MiB home; slowest rank, median: dispatch {:.1f} us, combine {:.1f} us\n",
         sent, mib, home, d, m);
+}
+
+// What the experts, ranks and steps had of it, and with --compare what they had without the table.
+void print_balance(const RunFlags& run, const std::vector<nlohmann::json>& ranks) {
+    const auto& loads = ranks[0]["loads"];
+    const LoadStatistics experts = load_statistics(loads["experts"].get<std::vector<uint64_t>>());
+    const LoadStatistics by_rank = load_statistics(loads["ranks"].get<std::vector<uint64_t>>());
+    fmt::print("loads: experts max/mean {:.2f}, Gini {:.2f}, {} above twice the mean; ranks max/mean {:.3f}, Gini {:.3f}\n",
+               experts.imbalance, experts.gini, experts.hot.size(), by_rank.imbalance, by_rank.gini);
+    if (run.expert_us_per_row > 0 && !run.compare)
+        fmt::print("step with experts of {} us per row, slowest rank, median: {:.1f} us\n", run.expert_us_per_row,
+                   slowest_rank(ranks, "step_us"));
+    if (!run.compare) return;
+    const LoadStatistics without = load_statistics(ranks[0]["rank_loads_without"].get<std::vector<uint64_t>>());
+    const double before = slowest_rank(ranks, "step_us_without"), after = slowest_rank(ranks, "step_us");
+    fmt::print("without the table: ranks max/mean {:.3f}, Gini {:.3f}\n", without.imbalance, without.gini);
+    fmt::print("step, slowest rank, median of rounds in turns: without {:.1f} us, with {:.1f} us: {:.2f} times as fast\n",
+               before, after, before / after);
 }
 
 // A bar on a terminal, nothing on a pipe.
@@ -435,21 +519,41 @@ int parent_main(const RunFlags& run, const Case& c, char** argv) {
 
     if (!run.trace.empty()) write_trace(run.trace, results);
     for (auto& r : results) r.erase("trace");
+    if (!run.loads.empty()) {
+        nlohmann::json line = results[0]["loads"];
+        line["routing"] = c.routing;
+        line["seed"] = c.seed;
+        const std::string text = line_of(line) + "\n";
+        std::ofstream file(run.loads, std::ios::app);
+        file << text;
+        file.close();
+        if (!file) throw Mistake(fmt::format("{} cannot be written", run.loads));
+    }
     if (run.json) {
         for (const auto& r : results) fmt::print("{}\n", r.dump());
         for (const FileVerdict& v : verdicts)
             if (!v.equal) fmt::print("{}\n", line_of({{"file", v.name}, {"equal", false}, {"difference", v.text}}));
-        fmt::print("{}\n", nlohmann::json({{"right", right},
-                                           {"ranks", c.ranks},
-                                           {"rounds", run.rounds},
-                                           {"golden_files", verdicts.size()},
-                                           {"golden_equal", equal},
-                                           {"dispatch_us_p50", slowest_rank(results, "dispatch_us")},
-                                           {"combine_us_p50", slowest_rank(results, "combine_us")}})
-                               .dump());
+        nlohmann::json sum = {{"right", right},
+                              {"ranks", c.ranks},
+                              {"rounds", run.rounds},
+                              {"golden_files", verdicts.size()},
+                              {"golden_equal", equal},
+                              {"dispatch_us_p50", slowest_rank(results, "dispatch_us")},
+                              {"combine_us_p50", slowest_rank(results, "combine_us")},
+                              {"step_us_p50", slowest_rank(results, "step_us")}};
+        const auto imbalance = [&](const nlohmann::json& loads) {
+            return load_statistics(loads.get<std::vector<uint64_t>>()).imbalance;
+        };
+        sum["rank_imbalance"] = imbalance(results[0]["loads"]["ranks"]);
+        if (run.compare) {
+            sum["step_us_p50_without"] = slowest_rank(results, "step_us_without");
+            sum["rank_imbalance_without"] = imbalance(results[0]["rank_loads_without"]);
+        }
+        fmt::print("{}\n", sum.dump());
         return right ? 0 : 1;
     }
     print_table(c, results, run.rounds);
+    print_balance(run, results);
     if (run.waits) print_waits(results);
     if (!run.trace.empty()) fmt::print("{} can be opened in ui.perfetto.dev or chrome://tracing\n\n", run.trace);
     for (const FileVerdict& v : verdicts)
@@ -473,6 +577,14 @@ int run(RunFlags run, char** argv) {
     if (is_rank()) return rank_main(run);
     const Case c = read_case(run.folder, run.flags);
     if (run.slow_rank >= c.ranks) throw Mistake(fmt::format("--slow {}: ranks are 0..{}", run.slow_rank, c.ranks - 1));
+    if (!run.placement.empty() && !run.folder.empty())
+        throw Mistake("--placement with a case on disk: its golden data is of experts without a table; leave DIR out");
+    if (run.compare && run.placement.empty()) throw Mistake("--compare needs --placement TABLE.json");
+    if (const std::optional<PlacementTable> table = read_table(run))
+        if (table->ranks != c.ranks || table->experts != c.options.experts)
+            throw Mistake(fmt::format("{} is for {} ranks and {} experts; the run has {} and {}: give --ranks and --experts",
+                                      run.placement, table->ranks, table->experts, c.ranks, c.options.experts));
+
     if (!c.folder.empty()) check_input_files(c);
     if (!run.trace.empty()) write_file(run.trace, "", 0);  // now: not after all rounds
     if (!run.output.empty()) {
