@@ -405,9 +405,10 @@ struct Way {
     Landing landing;
     CombinePath path;
 };
-constexpr Way every_way[] = {{Landing::packed, CombinePath::read},   {Landing::packed, CombinePath::push},
-                             {Landing::padded, CombinePath::read},   {Landing::padded, CombinePath::push},
-                             {Landing::in_place, CombinePath::read}, {Landing::in_place, CombinePath::push}};
+constexpr Way every_way[] = {
+    {Landing::packed, CombinePath::read},    {Landing::packed, CombinePath::push},    {Landing::padded, CombinePath::read},
+    {Landing::padded, CombinePath::push},    {Landing::in_place, CombinePath::read},  {Landing::in_place, CombinePath::push},
+    {Landing::allgather, CombinePath::read}, {Landing::two_level, CombinePath::push}, {Landing::alltoallv, CombinePath::read}};
 
 TEST(SessionWithReplicas, EqualsTheReferenceForAnyTable) {
     Random random;
