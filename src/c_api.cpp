@@ -186,6 +186,7 @@ constexpr Field fields[] = {
     {"pin", &sy_options::pin},
     {"jitter_us", &sy_options::jitter_us},
     {"group_ranks", &sy_options::group_ranks},
+    {"progress", &sy_options::progress},
 };
 static_assert(sizeof(sy_options) == sizeof(size_t) + std::size(fields) * sizeof(int64_t));
 
@@ -316,6 +317,8 @@ SY_SAME(SY_LANDING_ALLTOALLV, Landing::alltoallv);
 SY_SAME(SY_COMBINE_AUTO, CombinePath::automatic);
 SY_SAME(SY_COMBINE_READ, CombinePath::read);
 SY_SAME(SY_COMBINE_PUSH, CombinePath::push);
+SY_SAME(SY_PROGRESS_CALLER, ProgressBy::caller);
+SY_SAME(SY_PROGRESS_WORKER, ProgressBy::worker);
 SY_SAME(SY_SIMD_AUTO, Simd::automatic);
 SY_SAME(SY_SIMD_SCALAR, Simd::scalar);
 SY_SAME(SY_SIMD_SSSE3, Simd::ssse3);

@@ -10,6 +10,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
+#include <limits>
+#include <mutex>
 #include <system_error>
 #include <thread>
 
@@ -275,14 +278,48 @@ Group Group::from_environment(const std::string& label) {
 
 // --------------------------------------------------------------------------------------------------------------- session
 
+// One dispatch or combine, from the call that begins it to the one that is told its end. Each slot has one: a combine begins
+// when the end of its dispatch was told.
+struct Operation {
+    enum class State : uint32_t {
+        none,
+        posted,  // to be begun by the session's worker
+        moving,
+        done,
+        failed,
+    };
+    // Stored with release, loaded with acquire: posted hands the arguments to the worker, done and failed hand the results, and
+    // the arguments' memory, back to the caller.
+    std::atomic<State> state{State::none};
+    // These four belong to the caller, and to the worker from posted to the end.
+    bool is_dispatch = true;
+    uint64_t epoch = 0;
+    Deadline deadline;
+    ep::Flight* flight = nullptr;
+
+    DispatchArgs dispatch_args;
+    CombineArgs combine_args;
+    ep::DispatchStep dispatch;
+    ep::CombineStep combine;
+    std::exception_ptr broken;  // what was thrown in a step: no memory for a text, say
+
+    bool has_ended() const {
+        const State now = state.load(std::memory_order_acquire);  // pairs with the release in Impl::end()
+        return now == State::done || now == State::failed;
+    }
+};
+
+// Operations move in slots of their own and share the rest of this rank: its workers, scratch, counters, its place in the order
+// of flags. So one thread at a time moves them: the caller, or with option progress the worker, which holds `moving` meanwhile.
+// Then the caller never begins or moves anything itself; what else it does with flags or workers, it does in a Turn.
 struct Session::Impl {
     std::unique_ptr<Transport> link;
     std::unique_ptr<ep::Workers> workers;
     std::unique_ptr<ep::Rank> rank;
-    std::vector<ep::Flight> flights;  // [depth]
-    ep::DispatchStep dispatch;
-    ep::CombineStep combine;
-    ep::Await gate;  // of x()
+    std::vector<ep::Flight> flights;    // [depth]
+    std::vector<Operation> operations;  // [depth]
+    std::vector<Operation*> active;     // those that move, oldest epoch first
+    ep::Await gate;                     // of x()
     ep::RegroupStep regroup;
     bool regrouping = false;     // asked, and not decided yet
     std::vector<int64_t> waits;  // [R] ns that this rank lacked only what that rank, and those behind it, owed
@@ -291,15 +328,79 @@ struct Session::Impl {
     std::vector<Estimate> estimates;  // of landing automatic, cheapest first
     std::string calibration_source;
     Patience patience;
-    Status untold;  // an error of mine that the other ranks must hear of in the next dispatch
+    int64_t looked_ns = 0;  // when look() was thorough
+    Status untold;          // an error of mine that the other ranks must hear of in the next dispatch
     bool connected = false;
     bool closed = false;
+
+    // Option progress
+    std::unique_ptr<std::thread> progress;
+    std::mutex moving;
+    std::atomic<int> turns{0};       // callers that want `moving`; the worker lets them go first
+    std::atomic<uint32_t> posts{0};  // grows when there is something new for the worker. Release, pairs with its acquire loads
+    std::atomic<uint32_t> ends{0};   // grows when an operation has ended, or the alarm has rung. Likewise for the caller
+    std::atomic<bool> stop{false};
+    const Operation* watched = nullptr;  // a dispatch of which the caller awaits a local expert; under `moving`
+    int64_t watched_expert = 0;
+    static constexpr int64_t never_ns = std::numeric_limits<int64_t>::max();
+    std::atomic<int64_t> alarm_ns{never_ns};  // when the caller wants to hear of ends that did not come. Ordered by posts
 
     explicit Impl(std::unique_ptr<Transport> transport) : link(std::move(transport)) {}
     ~Impl() {
         close();
-        if (rank && !rank->here()) static_cast<void>(workers.release());  // a forked child does not have the threads
+        if (rank && !rank->here()) {  // a forked child does not have the threads
+            static_cast<void>(workers.release());
+            static_cast<void>(progress.release());
+        } else if (progress) {
+            stop.store(true, std::memory_order_relaxed);  // ordered by posts
+            tell_worker();
+            progress->join();
+        }
     }
+
+    // The right to move operations, and to use what they share. Costs nothing without a worker.
+    class Turn {
+     public:
+        explicit Turn(Impl& s) : s_(s), locks_(s.progress && s.rank->here()) {
+            if (!locks_) return;
+            s_.turns.fetch_add(1, std::memory_order_relaxed);  // a hint; the mutex orders
+            s_.moving.lock();
+            s_.turns.fetch_sub(1, std::memory_order_relaxed);
+        }
+        ~Turn() {
+            if (locks_) s_.moving.unlock();
+        }
+        Turn(const Turn&) = delete;
+        Turn& operator=(const Turn&) = delete;
+
+     private:
+        Impl& s_;
+        const bool locks_;  // not in a forked child, whose copy of the mutex nobody may ever unlock
+    };
+    void tell_worker() {
+        posts.fetch_add(1, std::memory_order_release);
+        posts.notify_one();
+        link->nudge();  // it may sleep for flags
+    }
+
+    Operation& post_dispatch(const DispatchArgs& args);
+    Operation& post_combine(ExpertBatch& batch, const CombineArgs& args);
+    void post(Operation& op);
+    void begin(Operation& op);
+    void move(bool thorough);
+    void look();
+    void end(Operation& op, bool well);
+    void break_off(Operation& op);
+    void expire();
+    int64_t first_deadline() const;
+    void waited_in(Operation& op, int64_t ns);
+    bool wait(Operation& op, int64_t until_ns);
+    template <class Ready>
+    bool wait_until(int64_t until_ns, Ready ready, Operation& op);
+    void take_end(Operation& op);
+    void withdraw(Operation& op, Code code);
+    bool begin_posted(uint32_t& seen);
+    void serve();
 
     static std::shared_ptr<Impl> open(const Options& options, std::unique_ptr<Transport> link, const PlacementTable* table);
 
@@ -327,7 +428,9 @@ struct Session::Impl {
         if (closed || !connected) return;
         closed = true;
         if (!rank->here()) return;  // a forked child does not have the windows
-        ep::raise_closed(*rank);    // model: close
+        const Turn turn(*this);
+        ep::raise_closed(*rank);  // model: close
+        for (Operation& op : operations) withdraw(op, Code::peer_closed);
         for (ep::Flight& f : flights)
             if (f.open) ep::drop(*rank, f);  // model: close_drops
     }
@@ -346,6 +449,12 @@ struct Session::Impl {
                                                 call)));
     }
     void refuse_open(const ep::Flight& flight, uint64_t epoch) const {
+        const Operation& op = operations[epoch % operations.size()];
+        if (op.state.load(std::memory_order_acquire) != Operation::State::none)  // pairs with end()
+            throw Error(Status(Code::depth,
+                               fmt::format("dispatch {}: the {} of epoch {} was begun and its end not taken, and depth is {}. "
+                                           "Wait for its handle first, or open the session with a larger depth.",
+                                           epoch, op.is_dispatch ? "dispatch" : "combine", op.epoch, rank->options.depth)));
         if (flight.open)  // model: refuse_open
             throw Error(Status(Code::depth,
                                fmt::format("dispatch {}: epoch {} is still open and depth is {}. Combine or drop its batch "
@@ -403,8 +512,13 @@ Status Session::Impl::prepare(Options options, const PlacementTable* table) {
                                           table ? plan::turns_of(*table, link->rank()) : ep::Turns());
         flights.resize(static_cast<size_t>(options.depth));
         for (ep::Flight& f : flights) f.allocate(*rank);
-        dispatch.allocate(*rank);
-        combine.allocate(*rank);
+        operations = std::vector<Operation>(static_cast<size_t>(options.depth));
+        for (size_t i = 0; i < operations.size(); ++i) {
+            operations[i].flight = &flights[i];
+            operations[i].dispatch.allocate(*rank);
+            operations[i].combine.allocate(*rank);
+        }
+        active.reserve(operations.size());
         gate.allocate(*rank);
         regroup.allocate(*rank);
         waits.resize(static_cast<size_t>(ranks));
@@ -446,6 +560,15 @@ std::shared_ptr<Session::Impl> Session::Impl::open(const Options& options, std::
     const layout::WindowHeader header = layout::header_of(impl->rank->window, impl->link->rank(), impl->rank->born.process());
     std::memcpy(impl->link->window(), &header, sizeof header);
     impl->connected = true;
+    if (impl->rank->options.progress == ProgressBy::worker) {
+        try {
+            impl->progress = std::make_unique<std::thread>([s = impl.get()] { s->serve(); });
+        } catch (const std::system_error& e) {
+            throw Error(Status(Code::system, fmt::format("the progress worker of rank {} cannot be started: {}. Leave option "
+                                                         "progress at caller.",
+                                                         impl->link->rank(), e.what())));
+        }
+    }
     return impl;
 }
 
@@ -531,41 +654,336 @@ void Session::close() {
     if (impl_) impl_->close();
 }
 
+// ------------------------------------------------------------------------------------------------------------ operations
+
+Operation& Session::Impl::post_dispatch(const DispatchArgs& args) {
+    refuse_ended("dispatch");
+    if (last_epoch >= layout::Word::epoch_max)
+        throw Error(Status(Code::capacity, "the last epoch of this session is used up. Open a new one."));
+    const uint64_t epoch = last_epoch + 1;
+    Operation& op = operations[epoch % operations.size()];
+    refuse_open(*op.flight, epoch);
+    last_epoch = epoch;
+    op.flight->epoch = epoch;
+    op.flight->slot = epoch % operations.size();
+    op.is_dispatch = true;
+    op.epoch = epoch;
+    op.deadline = deadline(args.timeout_ms);
+    op.dispatch_args = args;
+    post(op);
+    return op;
+}
+
+Operation& Session::Impl::post_combine(ExpertBatch& batch, const CombineArgs& args) {
+    refuse_ended("combine");
+    if (!batch.flight_) throw Error(Status(Code::stale, "combine of an empty batch: it was combined already, or moved away."));
+    if (batch.session_.get() != this)
+        throw Error(Status(Code::stale,
+                           fmt::format("combine on rank {} of a batch that another session dispatched (epoch {} of rank {}).",
+                                       link->rank(), batch.epoch_, batch.flight_->rank->me())));
+    ep::Flight& flight = *batch.flight_;
+    if (!flight.open || flight.epoch != batch.epoch_)
+        throw Error(
+            Status(Code::stale, fmt::format("combine of the batch of epoch {}, which has ended; its slot holds epoch {} now.",
+                                            batch.epoch_, flight.epoch)));
+    Operation& op = operations[flight.slot];
+    op.is_dispatch = false;
+    op.epoch = flight.epoch;
+    op.deadline = deadline(args.timeout_ms);
+    op.combine_args = args;
+    batch.session_.reset();  // the batch is used up; the caller keeps the session
+    batch.flight_ = nullptr;
+    post(op);
+    return op;
+}
+
+// Hands the operation to the worker; or begins it here, and does what can be done of it.
+void Session::Impl::post(Operation& op) {
+    if (progress) {
+        op.state.store(Operation::State::posted, std::memory_order_release);  // pairs with the acquire in begin_posted()
+        return tell_worker();
+    }
+    begin(op);
+    move(false);
+}
+
+void Session::Impl::begin(Operation& op) {
+    op.state.store(Operation::State::moving, std::memory_order_relaxed);  // only who moves it asks
+    active.insert(std::find_if(active.begin(), active.end(), [&](const Operation* other) { return other->epoch > op.epoch; }),
+                  &op);
+    try {
+        if (op.is_dispatch) {
+            ++rank->stats.dispatches;
+            op.dispatch.start(*rank, *op.flight, op.dispatch_args, untold);  // model: prior_told
+            untold = {};
+        } else {
+            ++rank->stats.combines;
+            op.combine.start(*rank, *op.flight, op.combine_args);
+        }
+    } catch (...) {
+        break_off(op);
+    }
+}
+
+// One look at every operation that moves. Who moves one moves all: the ranks may wait for theirs in any order.
+void Session::Impl::move(bool thorough) {
+    for (size_t i = 0; i < active.size();) {
+        Operation& op = *active[i];
+        try {
+            const ep::Progress progress_of =
+                op.is_dispatch ? op.dispatch.poll(*rank, *op.flight, thorough) : op.combine.poll(*rank, *op.flight, thorough);
+            if (progress_of == ep::Progress::pending)
+                ++i;
+            else
+                end(op, progress_of == ep::Progress::done);
+        } catch (...) {
+            break_off(op);
+        }
+    }
+}
+
+// The caller's look, which may be the first for long. Nothing with a worker, which looks all the time.
+void Session::Impl::look() {
+    if (progress || active.empty()) return;
+    const int64_t now = now_ns();
+    const bool late = now >= first_deadline();
+    const bool thorough = late || now - looked_ns > 1'000'000;
+    if (thorough) looked_ns = now;
+    move(thorough);
+    if (late) expire();
+}
+
+// Takes the operation off those that move; from now on it is the caller's.
+void Session::Impl::end(Operation& op, bool well) {
+    std::erase(active, &op);
+    if (!op.is_dispatch) {
+        rank->edge(well ? Edge::combined : Edge::combine_failed, op.epoch);
+        if (!well && op.combine.untold())  // model: prior
+            untold = Status(op.combine.status().code(),
+                            fmt::format("rank {}: its combine of epoch {} failed after this rank's rows had been offered: {}",
+                                        link->rank(), op.epoch, op.combine.status().text()));
+    }
+    // Pairs with the acquire in has_ended().
+    op.state.store(well ? Operation::State::done : Operation::State::failed, std::memory_order_release);
+    if (!progress) return;
+    ends.fetch_add(1, std::memory_order_release);
+    ends.notify_all();
+}
+
+// Called where an exception is caught: no memory for an error text, say. Does not allocate.
+void Session::Impl::break_off(Operation& op) {
+    op.broken = std::current_exception();
+    if (op.is_dispatch)
+        op.dispatch.abandon(*rank, *op.flight);
+    else
+        op.combine.abandon(*rank, *op.flight);
+    std::erase(active, &op);
+    op.state.store(Operation::State::failed, std::memory_order_release);  // as in end()
+    ends.fetch_add(1, std::memory_order_release);
+    ends.notify_all();
+}
+
+// Gives up what is late.
+void Session::Impl::expire() {
+    for (size_t i = 0; i < active.size();) {
+        Operation& op = *active[i];
+        if (!op.deadline.passed()) {
+            ++i;
+            continue;
+        }
+        try {
+            if (op.is_dispatch)
+                op.dispatch.give_up(*rank, *op.flight, op.deadline.waited_ms());
+            else
+                op.combine.give_up(*rank, *op.flight, op.deadline.waited_ms());
+            end(op, false);
+        } catch (...) {
+            break_off(op);
+        }
+    }
+}
+
+int64_t Session::Impl::first_deadline() const {
+    int64_t first = never_ns;
+    for (const Operation* op : active) first = std::min(first, op->deadline.at_ns);
+    return first;
+}
+
+void Session::Impl::waited_in(Operation& op, int64_t ns) {
+    SessionStats& stats = rank->stats;
+    if (!op.is_dispatch) {
+        stats.wait_ns_returned += ns;
+        return waited_for(op.combine.awaited(), ns);
+    }
+    const bool for_rows = op.dispatch.phase() == ep::DispatchStep::Phase::rows;
+    (for_rows ? stats.wait_ns_rows : stats.wait_ns_counts) += ns;
+    waited_for(op.dispatch.awaited(), ns);
+}
+
+// Waits until ready() is true, which the movement of `op` makes it, or `until_ns`. The ends of operations make it look again.
+template <class Ready>
+bool Session::Impl::wait_until(int64_t until_ns, Ready ready, Operation& op) {
+    if (!progress) {
+        while (!ready()) {
+            const int64_t at = std::min(until_ns, first_deadline());
+            Waiter(*rank, patience)
+                .wait(
+                    Deadline{at, op.deadline.start_ns},
+                    [&](bool thorough) {
+                        move(thorough);
+                        return ready() ? ep::Progress::done : ep::Progress::pending;
+                    },
+                    [&](int64_t ns) { waited_in(op, ns); }, [&](int64_t) { expire(); });
+            if (now_ns() >= until_ns) return ready();
+        }
+        return true;
+    }
+    bool alarm = false;
+    for (;;) {
+        const uint32_t seen = ends.load(std::memory_order_acquire);  // pairs with end() and serve()
+        if (ready()) break;
+        if (until_ns != never_ns) {
+            if (now_ns() >= until_ns) return false;
+            if (!alarm) {
+                alarm = true;
+                alarm_ns.store(until_ns, std::memory_order_relaxed);
+                tell_worker();
+                continue;
+            }
+        }
+        ends.wait(seen, std::memory_order_acquire);
+    }
+    if (alarm) alarm_ns.store(never_ns, std::memory_order_relaxed);
+    return true;
+}
+
+bool Session::Impl::wait(Operation& op, int64_t until_ns) {
+    return op.has_ended() || wait_until(
+                                 until_ns, [&] { return op.has_ended(); }, op);
+}
+
+// Frees the operation, and throws its error.
+void Session::Impl::take_end(Operation& op) {
+    const bool well = op.state.load(std::memory_order_acquire) == Operation::State::done;  // pairs with the release in end()
+    op.state.store(Operation::State::none, std::memory_order_relaxed);
+    if (well) return;
+    if (op.broken) std::rethrow_exception(std::exchange(op.broken, nullptr));
+    throw Error(op.is_dispatch ? op.dispatch.status() : op.combine.status());
+}
+
+// The caller does not want its end any more. In a Turn. Afterwards nothing the arguments point to is touched. What was posted
+// is begun first, so that the others see the same whether the worker had come to it or not.
+void Session::Impl::withdraw(Operation& op, Code code) {
+    if (op.state.load(std::memory_order_acquire) == Operation::State::posted) begin(op);
+    if (op.state.load(std::memory_order_acquire) == Operation::State::moving) {
+        std::erase(active, &op);
+        try {
+            if (!op.is_dispatch) {
+                op.combine.abandon(*rank, *op.flight);
+                rank->edge(Edge::combine_failed, op.epoch);
+            } else if (code == Code::ok) {
+                op.dispatch.withdraw(*rank, *op.flight);
+            } else {
+                op.dispatch.abandon(*rank, *op.flight, code);
+            }
+        } catch (...) {  // no memory for the text
+            op.dispatch.abandon(*rank, *op.flight);
+        }
+    }
+    op.broken = nullptr;
+    op.state.store(Operation::State::none, std::memory_order_release);
+}
+
+bool Session::Impl::begin_posted(uint32_t& seen) {
+    const uint32_t now = posts.load(std::memory_order_acquire);  // pairs with tell_worker()
+    if (now == seen) return false;
+    seen = now;
+    for (;;) {  // in the order of epochs
+        Operation* next = nullptr;
+        for (Operation& op : operations)
+            if (op.state.load(std::memory_order_acquire) == Operation::State::posted && (!next || op.epoch < next->epoch))
+                next = &op;
+        if (!next) return true;
+        begin(*next);
+    }
+}
+
+// The progress worker: as the caller waits for one, it waits for all; without any it sleeps until something is posted.
+void Session::Impl::serve() {
+    // It never yields instead of sleeping, because the CPU it would come back to is that of the experts.
+    const Patience own = Patience::of(static_cast<int64_t>(link->size()) * (rank->options.workers + 1), usable_cpus());
+    Waiter waiter(*rank, {own.spin_ns, 0});
+    uint32_t seen = 0;
+    int64_t at = never_ns, start = 0;  // what the oldest operation waits for until, and since
+    const auto look = [&](bool thorough) {
+        while (turns.load(std::memory_order_relaxed) > 0) sched_yield();
+        const std::lock_guard<std::mutex> lock(moving);
+        const bool is_new = begin_posted(seen);
+        move(thorough);
+        at = std::min(first_deadline(), alarm_ns.load(std::memory_order_relaxed));
+        start = active.empty() ? 0 : active.front()->deadline.start_ns;
+        if (watched && watched->dispatch.has_rows_of(*rank, *watched->flight, watched_expert)) {
+            watched = nullptr;
+            ends.fetch_add(1, std::memory_order_release);  // pairs with wait_until()
+            ends.notify_all();
+        }
+        return is_new || active.empty() ? ep::Progress::done : ep::Progress::pending;
+    };
+    while (!stop.load(std::memory_order_relaxed)) {
+        if (look(false) == ep::Progress::done && at == never_ns) {
+            posts.wait(seen, std::memory_order_acquire);  // pairs with tell_worker()
+            continue;
+        }
+        waiter.wait(
+            Deadline{at, start}, look,
+            [&](int64_t ns) {
+                const std::lock_guard<std::mutex> lock(moving);
+                if (!active.empty()) waited_in(*active.front(), ns);
+            },
+            [&](int64_t) {
+                const std::lock_guard<std::mutex> lock(moving);
+                expire();
+            });
+        if (now_ns() >= alarm_ns.load(std::memory_order_relaxed)) {
+            alarm_ns.store(never_ns, std::memory_order_relaxed);
+            ends.fetch_add(1, std::memory_order_release);
+            ends.notify_all();
+        }
+    }
+}
+
 ExpertBatch Session::dispatch(const DispatchArgs& args) {
     Impl& s = impl();
-    const auto depth = static_cast<uint64_t>(s.rank->options.depth);
-    s.refuse_ended("dispatch");
-    const uint64_t epoch = s.last_epoch + 1;
-    ep::Flight& flight = s.flights[epoch % depth];
-    s.refuse_open(flight, epoch);
-    if (epoch > layout::Word::epoch_max)
-        throw Error(Status(Code::capacity, "the last epoch of this session is used up. Open a new one."));
+    Operation& op = s.post_dispatch(args);
+    s.wait(op, Impl::never_ns);
+    s.take_end(op);
+    return ExpertBatch(impl_, op.flight, op.epoch);
+}
 
-    const Deadline deadline = s.deadline(args.timeout_ms);
-    s.last_epoch = epoch;
-    ++s.rank->stats.dispatches;
-    flight.epoch = epoch;
-    flight.slot = epoch % depth;
+PendingDispatch Session::dispatch_async(const DispatchArgs& args) {
+    Operation& op = impl().post_dispatch(args);
+    return PendingDispatch(impl_, &op, op.epoch, true);
+}
 
-    const auto waited = [&](int64_t ns) {
-        const bool for_rows = s.dispatch.phase() == ep::DispatchStep::Phase::rows;
-        (for_rows ? s.rank->stats.wait_ns_rows : s.rank->stats.wait_ns_counts) += ns;
-        s.waited_for(s.dispatch.awaited(), ns);
-    };
-    ep::Progress end;
-    try {
-        s.dispatch.start(*s.rank, flight, args, s.untold);  // model: prior_told
-        s.untold = {};
-        end = Waiter(*s.rank, s.patience)
-                  .wait(
-                      deadline, [&](bool thorough) { return s.dispatch.poll(*s.rank, flight, thorough); }, waited,
-                      [&](int64_t ms) { s.dispatch.give_up(*s.rank, flight, ms); });
-    } catch (...) {  // no memory for an error text, say
-        s.dispatch.abandon(*s.rank, flight);
-        throw;
-    }
-    if (end != ep::Progress::done) throw Error(s.dispatch.status());
-    return ExpertBatch(impl_, &flight, epoch);
+void Session::combine(ExpertBatch& batch, const CombineArgs& args) {
+    Impl& s = impl();
+    const std::shared_ptr<Impl> alive = impl_;  // what the batch views stays readable until this call returns
+    Operation& op = s.post_combine(batch, args);
+    s.wait(op, Impl::never_ns);
+    s.take_end(op);
+}
+
+PendingCombine Session::combine_async(ExpertBatch& batch, const CombineArgs& args) {
+    Operation& op = impl().post_combine(batch, args);
+    return PendingCombine(impl_, &op, op.epoch, false);
+}
+PendingCombine Session::combine_async(ExpertBatch&& batch, const CombineArgs& args) {
+    return combine_async(batch, args);
+}
+
+void Session::progress() {
+    Impl& s = impl();
+    if (!s.closed && s.rank->here()) s.look();
 }
 
 void* Session::x() {
@@ -586,8 +1004,14 @@ void* Session::x() {
     const ep::Progress end =
         Waiter(*s.rank, s.patience)
             .wait(
-                deadline, [&](bool thorough) { return s.gate.poll(*s.rank, thorough); },
+                deadline,
+                [&](bool thorough) {
+                    const Impl::Turn turn(s);
+                    if (!s.progress) s.move(thorough);  // a peer may wait for one of these before it closes that epoch
+                    return s.gate.poll(*s.rank, thorough);
+                },
                 [&](int64_t ns) {
+                    const Impl::Turn turn(s);
                     s.rank->stats.wait_ns_counts += ns;
                     s.waited_for(s.gate.first_awaited(), ns);
                 },
@@ -599,50 +1023,6 @@ void* Session::x() {
     if (end != ep::Progress::done) throw Error(late.ok() ? s.gate.failure() : late);
     const layout::Window& w = s.rank->window;
     return s.rank->own(w.slot(next.slot) + w.x);
-}
-
-void Session::combine(ExpertBatch& batch, const CombineArgs& args) {
-    Impl& s = impl();
-    s.refuse_ended("combine");
-    if (!batch.flight_) throw Error(Status(Code::stale, "combine of an empty batch: it was combined already, or moved away."));
-    if (batch.session_.get() != &s)
-        throw Error(Status(Code::stale,
-                           fmt::format("combine on rank {} of a batch that another session dispatched (epoch {} of rank {}).",
-                                       s.link->rank(), batch.epoch_, batch.flight_->rank->me())));
-    ep::Flight& flight = *batch.flight_;
-    if (!flight.open || flight.epoch != batch.epoch_)
-        throw Error(
-            Status(Code::stale, fmt::format("combine of the batch of epoch {}, which has ended; its slot holds epoch {} now.",
-                                            batch.epoch_, flight.epoch)));
-
-    const Deadline deadline = s.deadline(args.timeout_ms);
-    ++s.rank->stats.combines;
-    // The batch is used up; what it views stays readable until this call returns.
-    const std::shared_ptr<void> alive = std::move(batch.session_);
-    batch.flight_ = nullptr;
-
-    const auto waited = [&](int64_t ns) {
-        s.rank->stats.wait_ns_returned += ns;
-        s.waited_for(s.combine.awaited(), ns);
-    };
-    ep::Progress end;
-    try {
-        s.combine.start(*s.rank, flight, args);
-        end = Waiter(*s.rank, s.patience)
-                  .wait(
-                      deadline, [&](bool thorough) { return s.combine.poll(*s.rank, flight, thorough); }, waited,
-                      [&](int64_t ms) { s.combine.give_up(*s.rank, flight, ms); });
-    } catch (...) {  // no memory for an error text, say
-        s.combine.abandon(*s.rank, flight);
-        throw;
-    }
-    s.rank->edge(end == ep::Progress::done ? Edge::combined : Edge::combine_failed, flight.epoch);
-    if (end == ep::Progress::done) return;
-    if (s.combine.untold())  // model: prior
-        s.untold = Status(s.combine.status().code(),
-                          fmt::format("rank {}: its combine of epoch {} failed after this rank's rows had been offered: {}",
-                                      s.link->rank(), flight.epoch, s.combine.status().text()));
-    throw Error(s.combine.status());
 }
 
 std::vector<int> Session::shrink(const ShrinkArgs& args) {
@@ -660,7 +1040,13 @@ std::vector<int> Session::shrink(const ShrinkArgs& args) {
     if (s.rank->generation >= layout::Turn::generation_max)
         throw Error(Status(Code::capacity, "shrink: the last generation of this session is used up. Open a new one."));
     // Nothing of the old generation is under way here once this rank asks: its workers are idle between calls.
+    const Impl::Turn turn(s);
     s.regrouping = true;
+    s.active.clear();
+    for (Operation& op : s.operations) {
+        op.broken = nullptr;
+        op.state.store(Operation::State::none, std::memory_order_release);
+    }
     for (ep::Flight& f : s.flights) f.open = false;
     s.untold = {};
     Deadline deadline = s.deadline(args.timeout_ms);
@@ -715,6 +1101,7 @@ int64_t Session::window_bytes() const {
     return static_cast<int64_t>(impl().rank->window.bytes);
 }
 std::vector<TraceEvent> Session::trace() const {
+    const Impl::Turn turn(impl());
     return impl().rank->trace.events();
 }
 std::string Session::memory_text() const {
@@ -741,9 +1128,11 @@ std::string Session::explain() const {
     return text + fmt::format("figures: {}", s.calibration_source);
 }
 SessionStats Session::stats() const {
+    const Impl::Turn turn(impl());
     return impl().rank->stats;
 }
 SessionLoads Session::loads() const {
+    const Impl::Turn turn(impl());
     const ep::Rank& r = *impl().rank;
     SessionLoads loads;
     loads.dispatches = r.seen_dispatches;
@@ -760,6 +1149,7 @@ SessionLoads Session::loads() const {
     return loads;
 }
 void Session::reset_loads() {
+    const Impl::Turn turn(impl());
     ep::Rank& r = *impl().rank;
     std::fill(r.sent.begin(), r.sent.end(), 0);
     std::fill(r.seen.begin(), r.seen.end(), 0);
@@ -788,12 +1178,14 @@ ExpertBatch& ExpertBatch::operator=(ExpertBatch&& other) noexcept {
 }
 
 ExpertBatch::~ExpertBatch() {
-    if (!flight_ || !flight_->open || flight_->epoch != epoch_ || !flight_->rank->here()) return;
+    // The epoch first: that of a slot used again is the worker's to open.
+    if (!flight_ || flight_->epoch != epoch_ || !flight_->open || !flight_->rank->here()) return;
+    const Session::Impl::Turn turn(*static_cast<Session::Impl*>(session_.get()));
     ep::drop(*flight_->rank, *flight_);  // model: drop_batch
 }
 
 const ep::Flight& ExpertBatch::flight() const {
-    if (!flight_ || !flight_->open || flight_->epoch != epoch_)
+    if (!flight_ || flight_->epoch != epoch_ || !flight_->open)
         throw Error(Status(Code::stale, fmt::format("the batch of epoch {} has ended; its rows are gone.", epoch_)));
     if (!flight_->rank->here())
         throw Error(Status(
@@ -816,14 +1208,19 @@ int64_t ExpertBatch::tokens() const {
 uint64_t ExpertBatch::epoch() const {
     return epoch_;
 }
+void ExpertBatch::copy_rows() const {
+    if (flight_->materialised) return;
+    const Session::Impl::Turn turn(*static_cast<Session::Impl*>(session_.get()));
+    throw_if(ep::materialise(*flight_->rank, *flight_));
+}
 const void* ExpertBatch::expand_x() const {
     const ep::Flight& f = flight();
-    throw_if(ep::materialise(*f.rank, *flight_));
+    copy_rows();
     return part(f, f.rank->window.expand_x);
 }
 const void* ExpertBatch::dynamic_scales() const {
     const ep::Flight& f = flight();
-    throw_if(ep::materialise(*f.rank, *flight_));
+    copy_rows();
     return scale_bytes() ? part(f, f.rank->window.scales) : nullptr;
 }
 int64_t ExpertBatch::payload_bytes() const {
@@ -868,7 +1265,7 @@ ExpertBatch::Row row_of(const ep::Flight& f, int64_t i) {
 
 ExpertBatch::Row ExpertBatch::row(int64_t i) const {
     // Called once per row: looks at what costs nothing, not at the process it runs in.
-    if (!flight_ || !flight_->open || flight_->epoch != epoch_) flight();
+    if (!flight_ || flight_->epoch != epoch_ || !flight_->open) flight();
     if (i < 0 || i >= flight_->rows)
         throw Error(
             Status(Code::bad_input, fmt::format("row {} of the batch of epoch {}; it has {} rows.", i, epoch_, flight_->rows)));
@@ -890,29 +1287,209 @@ int64_t first_row(const ep::Flight& f, int64_t expert, int64_t first, int64_t co
 }
 }  // namespace
 
-void ExpertBatch::gather(int64_t expert, int64_t first, int64_t count, void* tile, void* tile_scales) const {
-    const ep::Flight& f = flight();
+namespace {
+void gather_rows(const ep::Flight& f, int64_t expert, int64_t first, int64_t count, void* tile, void* tile_scales) {
     const layout::Window& w = f.rank->window;
     const int64_t start = first_row(f, expert, first, count);
     auto* to = static_cast<std::byte*>(tile);
     auto* scales_to = static_cast<std::byte*>(tile_scales);
     for (int64_t i = 0; i < count; ++i) {
-        const Row from = row_of(f, start + i);
+        const ExpertBatch::Row from = row_of(f, start + i);
         std::memcpy(to + i * w.row.payload_bytes, from.payload, static_cast<size_t>(w.row.payload_bytes));
         if (from.scales && scales_to)
             std::memcpy(scales_to + i * w.row.scale_bytes(), from.scales, static_cast<size_t>(w.row.scale_bytes()));
     }
 }
 
-void ExpertBatch::gather_f32(int64_t expert, int64_t first, int64_t count, float* tile) const {
-    const ep::Flight& f = flight();
+void gather_rows_f32(const ep::Flight& f, int64_t expert, int64_t first, int64_t count, float* tile) {
     const layout::WindowShape& s = f.rank->window.shape;
     const int64_t start = first_row(f, expert, first, count);
     for (int64_t i = 0; i < count; ++i) {
-        const Row from = row_of(f, start + i);
+        const ExpertBatch::Row from = row_of(f, start + i);
         f.rank->kernels.decode(f.rank->options.dispatch_format(), s.token, from.payload, from.scales, s.hidden,
                                tile + i * s.hidden);
     }
+}
+
+}  // namespace
+
+void ExpertBatch::gather(int64_t expert, int64_t first, int64_t count, void* tile, void* tile_scales) const {
+    gather_rows(flight(), expert, first, count, tile, tile_scales);
+}
+void ExpertBatch::gather_f32(int64_t expert, int64_t first, int64_t count, float* tile) const {
+    gather_rows_f32(flight(), expert, first, count, tile);
+}
+
+// --------------------------------------------------------------------------------------------------------------- handles
+
+Pending::Pending(std::shared_ptr<void> session, Operation* operation, uint64_t epoch, bool is_dispatch)
+    : session_(std::move(session)), operation_(operation), epoch_(epoch), is_dispatch_(is_dispatch) {}
+
+Pending::Pending(Pending&& other) noexcept {
+    swap(other);
+}
+
+void Pending::swap(Pending& other) noexcept {
+    std::swap(session_, other.session_);
+    std::swap(operation_, other.operation_);
+    std::swap(epoch_, other.epoch_);
+    std::swap(is_dispatch_, other.is_dispatch_);
+    std::swap(ended_well_, other.ended_well_);
+}
+
+Pending::~Pending() {
+    if (!operation_) return;
+    Session::Impl& s = *static_cast<Session::Impl*>(session_.get());
+    if (!s.rank->here()) return;  // a forked child has no windows
+    if (!ended_well_ && is_mine()) {
+        const Session::Impl::Turn turn(s);
+        s.withdraw(*operation_, Code::ok);
+    }
+    if (is_dispatch_) const ExpertBatch dropped(session_, operation_->flight, epoch_);
+}
+
+// Whether the operation is still this one: shrink and close end all, and the next may use its place.
+bool Pending::is_mine() const {
+    return operation_->epoch == epoch_ && operation_->is_dispatch == is_dispatch_ &&
+           operation_->state.load(std::memory_order_acquire) != Operation::State::none;
+}
+
+// The operation, if its end is still to be given out.
+Operation& Pending::operation(const char* call) const {
+    if (!operation_)
+        throw Error(Status(Code::stale, fmt::format("{} of a handle that has nothing: its error was thrown already, its batch "
+                                                    "was taken, or it was moved away.",
+                                                    call)));
+    const Session::Impl& s = *static_cast<Session::Impl*>(session_.get());
+    s.refuse_ended(call);
+    if (!is_mine())
+        throw Error(Status(Code::stale, fmt::format("{} of the {} of epoch {}, which shrink() has ended.", call,
+                                                    is_dispatch_ ? "dispatch" : "combine", epoch_)));
+    return *operation_;
+}
+
+void Pending::take_end() {
+    Operation& op = *operation_;
+    operation_ = nullptr;  // when an error is thrown
+    static_cast<Session::Impl*>(session_.get())->take_end(op);
+    ended_well_ = true;
+    if (is_dispatch_) operation_ = &op;  // there is the batch still
+}
+
+bool Pending::done() const {
+    return !operation_ || ended_well_ || !is_mine() || operation_->has_ended();
+}
+
+bool Pending::poll() {
+    if (ended_well_) return true;
+    Operation& op = operation("poll");
+    if (!op.has_ended()) static_cast<Session::Impl*>(session_.get())->look();
+    if (!op.has_ended()) return false;
+    take_end();
+    return true;
+}
+
+namespace {
+int64_t end_of_wait(int64_t timeout_ms) {
+    if (timeout_ms < 0)
+        throw Error(
+            Status(Code::bad_input, fmt::format("wait: timeout_ms is {}; allowed: 0 (until the operation's deadline) or "
+                                                "milliseconds.",
+                                                timeout_ms)));
+    return timeout_ms > 0 ? Deadline::after_ms(timeout_ms).at_ns : std::numeric_limits<int64_t>::max();
+}
+}  // namespace
+
+bool Pending::wait(int64_t timeout_ms) {
+    if (ended_well_) return true;
+    Operation& op = operation("wait");
+    if (!static_cast<Session::Impl*>(session_.get())->wait(op, end_of_wait(timeout_ms))) return false;
+    take_end();
+    return true;
+}
+
+ExpertBatch PendingDispatch::get() {
+    if (ended_well_ && !operation_)
+        throw Error(Status(Code::stale, fmt::format("get of dispatch {}, whose batch was taken already.", epoch_)));
+    wait();
+    return ExpertBatch(session_, std::exchange(operation_, nullptr)->flight, epoch_);
+}
+
+bool PendingDispatch::has_rows_of(int64_t expert) const {
+    Session::Impl& s = *static_cast<Session::Impl*>(session_.get());
+    if (ended_well_) return true;
+    const Session::Impl::Turn turn(s);
+    return operation_->state.load(std::memory_order_acquire) != Operation::State::posted &&
+           operation_->dispatch.has_rows_of(*s.rank, *operation_->flight, expert);
+}
+
+namespace {
+void check_expert(const ep::Rank& rank, int64_t expert) {
+    const int64_t experts = rank.placement.of_rank[static_cast<size_t>(rank.me())].count();
+    if (expert < 0 || expert >= experts)
+        throw Error(Status(Code::bad_input, fmt::format("local expert {}; this rank has {} experts.", expert, experts)));
+}
+}  // namespace
+
+bool PendingDispatch::ready(int64_t expert) {
+    return poll_expert(expert) || has_rows_of(expert);
+}
+
+// Looks; true when the dispatch has ended well.
+bool PendingDispatch::poll_expert(int64_t expert) {
+    if (!operation_) operation("ready");
+    check_expert(*static_cast<Session::Impl*>(session_.get())->rank, expert);
+    return poll();
+}
+
+bool PendingDispatch::wait_expert(int64_t expert, int64_t timeout_ms) {
+    const int64_t until_ns = end_of_wait(timeout_ms);
+    if (poll_expert(expert)) return true;
+    Operation& op = *operation_;
+    Session::Impl& s = *static_cast<Session::Impl*>(session_.get());
+    {
+        const Session::Impl::Turn turn(s);
+        s.watched = &op;
+        s.watched_expert = expert;
+    }
+    const bool in_time = s.wait_until(
+        until_ns, [&] { return op.has_ended() || has_rows_of(expert); }, op);
+    {
+        const Session::Impl::Turn turn(s);
+        s.watched = nullptr;
+    }
+    if (in_time && op.has_ended()) take_end();
+    return in_time;
+}
+
+const ep::Flight& PendingDispatch::ready_flight(int64_t expert) const {
+    if (!operation_) operation("rows");
+    check_expert(*static_cast<Session::Impl*>(session_.get())->rank, expert);
+    if (!ended_well_) operation("rows");
+    if (!has_rows_of(expert))
+        throw Error(
+            Status(Code::bad_input, fmt::format("dispatch {}: the rows of local expert {} are not here yet. Ask ready() "
+                                                "or wait_expert() first.",
+                                                epoch_, expert)));
+    return *operation_->flight;
+}
+
+int64_t PendingDispatch::rows_of(int64_t expert) const {
+    const ep::Flight& f = ready_flight(expert);
+    return f.expert_offsets[static_cast<size_t>(expert) + 1] - f.expert_offsets[static_cast<size_t>(expert)];
+}
+void PendingDispatch::gather(int64_t expert, int64_t first, int64_t count, void* tile, void* tile_scales) const {
+    gather_rows(ready_flight(expert), expert, first, count, tile, tile_scales);
+}
+void PendingDispatch::gather_f32(int64_t expert, int64_t first, int64_t count, float* tile) const {
+    gather_rows_f32(ready_flight(expert), expert, first, count, tile);
+}
+void* PendingDispatch::y_of(int64_t expert) const {
+    const ep::Flight& f = ready_flight(expert);
+    const layout::WindowShape& s = f.rank->window.shape;
+    const auto first = static_cast<uint64_t>(f.expert_offsets[static_cast<size_t>(expert)]);
+    return f.rank->own(f.rank->window.slot(f.slot) + f.rank->window.y +
+                       first * static_cast<uint64_t>(s.hidden * layout::token_bytes(s.token)));
 }
 
 }  // namespace switchyard

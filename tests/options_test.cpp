@@ -113,7 +113,7 @@ TEST(OptionTable, OnlyWhatConcernsOneRankMayDiffer) {
     std::set<std::string> own;
     for (const OptionInfo& info : option_table())
         if (!info.agreed) own.insert(info.name);
-    EXPECT_EQ(own, (std::set<std::string>{"workers", "simd", "huge_pages", "pin", "jitter_us", "timeout_ms"}));
+    EXPECT_EQ(own, (std::set<std::string>{"workers", "simd", "huge_pages", "pin", "jitter_us", "timeout_ms", "progress"}));
 }
 
 TEST(OptionTable, IsFoundByNameOnly) {

@@ -53,6 +53,7 @@ struct Options {
                                  ///< the caller's thread is left alone
     int64_t jitter_us = 0;       ///< for tests: sleeps up to so long, at random, wherever a phase ends
     int64_t timeout_ms = 30000;  ///< deadline of one call, in milliseconds, >= 1
+    ProgressBy progress = ProgressBy::caller;
 
     RowFormat dispatch_format() const { return {dispatch_quant, mx_rule, mx_overflow, fp8_scale}; }
     RowFormat combine_format() const { return {combine_quant, mx_rule, mx_overflow, fp8_scale}; }

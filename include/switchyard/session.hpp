@@ -5,6 +5,8 @@
 //   ... the experts of this rank read batch.row(i) or batch.expand_x() and write batch.y() ...
 //   session.combine(batch, {.topk_weights = weights, .out = out});
 //
+// Both exist as two halves as well: dispatch_async and combine_async begin, the handle they return ends.
+//
 // All ranks make the same calls in the same order. Calls of one session come from one thread at a time; different sessions
 // are independent. dispatch and combine allocate nothing, wait at most until their deadline, and throw Error: every rank of
 // the group then gets an error too, and the session goes on with the next dispatch; after peer_lost and peer_closed with
@@ -29,6 +31,10 @@ namespace switchyard {
 namespace ep {
 struct Flight;
 }
+struct Operation;
+class Pending;
+class PendingDispatch;
+class PendingCombine;
 
 /// Who belongs together: the ranks of one group are processes of one user on one host.
 struct SY_API Group {
@@ -128,6 +134,9 @@ class SY_API ExpertBatch {
 
  private:
     friend class Session;
+    friend class Pending;
+    friend class PendingDispatch;
+    void copy_rows() const;  // in_place: to expand_x, once
     ExpertBatch(std::shared_ptr<void> session, ep::Flight* flight, uint64_t epoch);
     const ep::Flight& flight() const;
 
@@ -204,6 +213,20 @@ class SY_API Session {
     void combine(ExpertBatch& batch, const CombineArgs& args);
     void combine(ExpertBatch&& batch, const CombineArgs& args) { combine(batch, args); }
 
+    /// The same two calls, begun only: the handle tells when they have ended. Never wait. Everything the arguments point to
+    /// must stay until then. They fail at once only with what concerns this rank alone, depth and stale; all else comes from
+    /// the handle. Handles of one session may be waited for in any order, on each rank in another: whoever waits for one moves
+    /// the others, too. A slot is taken from dispatch_async until the handle of its combine has given its end out (or is
+    /// destroyed), so which dispatch is refused with depth never depends on timing. The deadline runs from this call.
+    PendingDispatch dispatch_async(const DispatchArgs& args);
+    PendingCombine combine_async(ExpertBatch& batch, const CombineArgs& args);
+    PendingCombine combine_async(ExpertBatch&& batch, const CombineArgs& args);
+
+    /// Moves everything begun by the above as far as it goes without waiting: for expert code that wants the ranks to exchange
+    /// rows while it computes, a call now and then. Never waits, throws nothing; with options.progress worker it does nothing,
+    /// because the worker does it.
+    void progress();
+
     /// Goes on with the ranks that are left: after peer_lost, peer_closed or timed_out, called on all of them. Ends all open
     /// batches (stale), agrees with the others on who is left and on the next epoch, and makes no memory. Ranks keep their
     /// numbers and experts. Experts of those that left are refused in topk_ids, or count as unused with option partial.
@@ -241,10 +264,110 @@ class SY_API Session {
     std::span<const int64_t> wait_ns_by_rank() const;
 
  private:
+    friend class ExpertBatch;
+    friend class Pending;
+    friend class PendingDispatch;
     struct Impl;
     explicit Session(std::shared_ptr<Impl> impl);
     Impl& impl() const;  // stale on a session that was moved away
     std::shared_ptr<Impl> impl_;
+};
+
+/// A dispatch or combine that was begun. To be used by the thread that calls its session. It gives its end out once: after that
+/// poll and wait return true again when it was good, and throw stale when it was an error, or when shrink or close has ended
+/// it.
+///
+/// Destroying one that has not ended never waits for another rank, and nothing the arguments pointed to is read or written
+/// afterwards. A dispatch is given up: the other ranks' dispatch fails at once with peer_left. Of a combine only this rank's
+/// result is given up: this rank's y is offered, so the others end as if nothing had happened.
+class SY_API Pending {
+ public:
+    Pending() = default;
+    Pending(const Pending&) = delete;
+    Pending& operator=(const Pending&) = delete;
+
+    /// One look at everything under way on this rank, and the work that has become possible. Never waits. True when this has
+    /// ended well; throws its Error, that of the blocking call, when it has not.
+    bool poll();
+
+    /// Waits until it has ended, at most timeout_ms (0: its own deadline ends it). False when that time has passed: it goes on.
+    /// Throws as poll().
+    bool wait(int64_t timeout_ms = 0);
+
+    /// Whether it has ended, well or not, as far as is known without looking.
+    bool done() const;
+    /// Whether there is an end to be given out, or one was.
+    bool valid() const { return operation_ || ended_well_; }
+    uint64_t epoch() const { return epoch_; }  ///< number of the dispatch
+
+ protected:
+    friend class Session;
+    Pending(std::shared_ptr<void> session, Operation* operation, uint64_t epoch, bool is_dispatch);
+    Pending(Pending&& other) noexcept;
+    void swap(Pending& other) noexcept;
+    ~Pending();
+    void take_end();  // gives the end out
+    bool is_mine() const;
+    Operation& operation(const char* call) const;
+
+    std::shared_ptr<void> session_;  // keeps the window mapped
+    Operation* operation_ = nullptr;
+    uint64_t epoch_ = 0;
+    bool is_dispatch_ = false;
+    bool ended_well_ = false;
+};
+
+/// A combine that was begun.
+class SY_API PendingCombine : public Pending {
+ public:
+    PendingCombine() = default;
+    PendingCombine(PendingCombine&&) noexcept = default;
+    PendingCombine& operator=(PendingCombine&& other) noexcept {
+        PendingCombine taken(std::move(other));
+        swap(taken);
+        return *this;
+    }
+
+ private:
+    friend class Session;
+    using Pending::Pending;
+};
+
+/// A dispatch that was begun, and its batch once it has ended.
+class SY_API PendingDispatch : public Pending {
+ public:
+    PendingDispatch() = default;
+    PendingDispatch(PendingDispatch&&) noexcept = default;
+    PendingDispatch& operator=(PendingDispatch&& other) noexcept {
+        PendingDispatch taken(std::move(other));
+        swap(taken);
+        return *this;
+    }
+
+    /// Waits until it has ended well and hands the batch out, once.
+    ExpertBatch get();
+
+    /// Whether all rows of a local expert are here. With landing packed an expert is ready as soon as the ranks that send it
+    /// rows have sent theirs, whatever the others do; otherwise all become ready together. Looks, as poll(), and throws its
+    /// errors. Throws bad_input for an expert that is none of this rank.
+    bool ready(int64_t expert);
+    /// Waits for that, at most timeout_ms (0: the dispatch's own deadline). False when that time has passed.
+    bool wait_expert(int64_t expert, int64_t timeout_ms = 0);
+
+    /// Of an expert that is ready, before or after the end: how many rows it has, and copies of them, as ExpertBatch::gather
+    /// and gather_f32; and where its rows of y are, [rows,H] of dtype. Throw bad_input for one that is not. What was read or
+    /// written so counts for nothing if the dispatch then fails.
+    int64_t rows_of(int64_t expert) const;
+    void gather(int64_t expert, int64_t first, int64_t count, void* tile, void* tile_scales = nullptr) const;
+    void gather_f32(int64_t expert, int64_t first, int64_t count, float* tile) const;
+    void* y_of(int64_t expert) const;
+
+ private:
+    friend class Session;
+    using Pending::Pending;
+    const ep::Flight& ready_flight(int64_t expert) const;
+    bool has_rows_of(int64_t expert) const;
+    bool poll_expert(int64_t expert);
 };
 
 }  // namespace switchyard

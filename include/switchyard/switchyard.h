@@ -116,6 +116,9 @@ enum {
 enum { SY_HUGE_PAGES_AUTO = 0, SY_HUGE_PAGES_NO = 1, SY_HUGE_PAGES_YES = 2 };
 enum { SY_COMBINE_AUTO = 0, SY_COMBINE_READ = 1, SY_COMBINE_PUSH = 2 };
 
+/* progress: who moves what sy_dispatch_async and sy_combine_async began */
+enum { SY_PROGRESS_CALLER = 0, SY_PROGRESS_WORKER = 1 };
+
 /* simd */
 enum {
     SY_SIMD_AUTO = 0,
@@ -162,6 +165,7 @@ typedef struct sy_options {
     int64_t pin;         /* 0 = no, anything else = yes */
     int64_t jitter_us;   /* for tests */
     int64_t group_ranks; /* of landing two_level; equal on all ranks, never changes a result; 0 = as the machine is built */
+    int64_t progress;
 } sy_options;
 
 /* One line of the table of options. The texts live as long as the library. */

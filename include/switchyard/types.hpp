@@ -76,6 +76,13 @@ enum class TokenNums : int32_t {
     count = 1,   ///< rows of each local expert
 };
 
+/// Who moves operations in flight on: dispatch_async and combine_async.
+enum class ProgressBy : int32_t {
+    caller =
+        0,  ///< the calls of this session: what can be sent is sent at once, the rest when something is polled or waited for
+    worker = 1,  ///< a thread of the session, whatever the caller does meanwhile
+};
+
 /// Whether a window lies in huge pages that the administrator has reserved (vm.nr_hugepages).
 enum class HugePages : int32_t {
     automatic = 0,  ///< if enough of them are free for the whole window

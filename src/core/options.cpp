@@ -63,6 +63,7 @@ constexpr OptionInfo table[] = {
     {"jitter_us", "--jitter-us", "us", false, 0, 1'000'000, "for tests: random sleeps where phases end", SY_FIELD(jitter_us),
      ""},
     {"timeout_ms", "--timeout-ms", "ms", false, 1, int64_t{1} << 40, "deadline of one call", SY_FIELD(timeout_ms), ""},
+    {"progress", "--progress", "", false, 0, 1, "who moves operations in flight on", SY_CHOICE(progress), "caller=0 worker=1"},
 };
 #undef SY_FIELD
 #undef SY_CHOICE

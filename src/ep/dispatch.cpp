@@ -197,10 +197,27 @@ Progress DispatchStep::end(Rank& rank, Flight& flight, Status why, int culprit) 
     return Progress::failed;
 }
 
-void DispatchStep::abandon(Rank& rank, Flight& flight) {
+void DispatchStep::abandon(Rank& rank, Flight& flight, Code code) {
     if (phase_ == Phase::ended) return;
     phase_ = Phase::ended;
-    leave(rank, flight, Code::system, rank.me());  // model: abandon_dispatch
+    leave(rank, flight, code, rank.me());  // model: abandon_dispatch
+}
+
+void DispatchStep::withdraw(Rank& rank, Flight& flight) {
+    if (phase_ == Phase::ended) return;
+    end_with_reason(rank, flight,
+                    Status(Code::peer_left, fmt::format("dispatch {} was given up on rank {}: its handle was destroyed before "
+                                                        "it had ended.",
+                                                        flight.epoch, rank.me())));
+}
+
+bool DispatchStep::has_rows_of(const Rank& rank, const Flight& flight, int64_t expert) const {
+    if (phase_ == Phase::ended) return status_.ok();
+    if (phase_ != Phase::rows || rank.options.landing != Landing::packed) return false;
+    const int64_t e = rank.placement.of_rank[static_cast<size_t>(rank.me())].first + expert;
+    for (int p = 0; p < rank.ranks(); ++p)
+        if (flight.count(p, e) > 0 && (await_.is_awaited(p) || flight.lost[static_cast<size_t>(p)])) return false;
+    return true;
 }
 
 void DispatchStep::give_up(Rank& rank, Flight& flight, int64_t waited_ms) {
@@ -212,8 +229,12 @@ void DispatchStep::give_up(Rank& rank, Flight& flight, int64_t waited_ms) {
                      fmt::format("dispatch {} timed out on rank {} after {} ms waiting for {}.{} Raise timeout_ms if that rank "
                                  "is slow; otherwise see what it does: all ranks must make the same calls in the same order.",
                                  flight.epoch, rank.me(), waited_ms, await_.awaited(), owed));
-    // Before the gate a rank may still read what I wrote for an earlier epoch; the code in the flag must do. And a refusal that
-    // I have published stands: a rank that is late may be reading why.
+    end_with_reason(rank, flight, why);
+}
+
+// Before the gate a rank may still read what I wrote for an earlier epoch; the code in the flag must do. And a refusal that I
+// have published stands: a rank that is late may be reading why.
+void DispatchStep::end_with_reason(Rank& rank, Flight& flight, const Status& why) {
     if (phase_ != Phase::gate && verdict_.ok()) send_reason(rank, flight, why);  // model: give_up
     end(rank, flight, why, rank.me());
 }

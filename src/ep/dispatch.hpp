@@ -27,8 +27,15 @@ class DispatchStep {
     /// The caller's deadline has passed: leaves the epoch. `waited_ms` goes into the text.
     void give_up(Rank& rank, Flight& flight, int64_t waited_ms);
 
-    /// Leaves the epoch without a text, when an exception has broken it off. Does not allocate.
-    void abandon(Rank& rank, Flight& flight);
+    /// The caller wants it no longer: leaves the epoch.
+    void withdraw(Rank& rank, Flight& flight);
+
+    /// Leaves the epoch without a text, when an exception has broken it off or the session closes. Does not allocate.
+    void abandon(Rank& rank, Flight& flight, Code code = Code::system);
+
+    /// Whether all rows of a local expert are here. With landing packed that may be so before the dispatch is done, once the
+    /// counts are known: a source's rows are whole when its `arrived` is seen.
+    bool has_rows_of(const Rank& rank, const Flight& flight, int64_t expert) const;
 
     Phase phase() const { return phase_; }
     /// A rank that is still awaited, or -1.
@@ -41,6 +48,7 @@ class DispatchStep {
     Progress after_rows(Rank& rank, Flight& flight);
     Progress end(Rank& rank, Flight& flight, Status why, int culprit);
     Progress refused(Rank& rank, Flight& flight);
+    void end_with_reason(Rank& rank, Flight& flight, const Status& why);
 
     DispatchArgs args_;
     Status verdict_;  // of this rank's own input

@@ -3,6 +3,7 @@
 // docs/memory_order.md lists what each flag promises, which store pairs with which load, and the proof.
 #pragma once
 
+#include <algorithm>
 #include <string>
 
 #include "ep/exchange.hpp"
@@ -59,6 +60,7 @@ class Await {
     /// "the counts of rank 3 and 2 others": who is still awaited, for texts.
     std::string awaited() const;
     int first_awaited() const { return waiting_.empty() ? -1 : waiting_.front(); }
+    bool is_awaited(int peer) const { return std::find(waiting_.begin(), waiting_.end(), peer) != waiting_.end(); }
 
  private:
     bool is_there(const Rank& rank, int peer) const;

@@ -205,6 +205,15 @@ void MappedTransport::awake() {
     std::atomic_ref<uint32_t>(sleep_words(rank()).sleepers).fetch_sub(1, std::memory_order_relaxed);
 }
 
+void MappedTransport::nudge() {
+    if (windows_.empty()) return;
+#if !SY_SEES_NO_FENCES
+    // Pairs with the fence in announce(), as that of ring() does. model: nudge_fence
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+#endif
+    wake(rank());
+}
+
 bool shapes_fit(const std::vector<WindowSize>& shapes) {
     for (const WindowSize& shape : shapes) {
         if (shape.window_bytes == 0 || shape != shapes.front()) return false;

@@ -30,6 +30,7 @@ class MappedTransport : public Transport {
     uint32_t announce() final;
     void sleep(uint32_t ticket, int64_t slice_ns) final;
     void awake() final;
+    void nudge() final;
 
  protected:
     /// With `reachable` false reach() hides the windows of the others.

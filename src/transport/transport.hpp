@@ -102,6 +102,8 @@ class Transport {
     virtual void sleep(uint32_t ticket, int64_t slice_ns) = 0;
     /// Takes the announcement back.
     virtual void awake() = 0;
+    /// Wakes the threads of this rank itself that sleep: what the caller stored before is seen by their look after announce().
+    virtual void nudge() {}
 
  protected:
     Transport(int rank, int size) : rank_(rank), size_(size) {}

@@ -117,6 +117,8 @@ proctype raiser(byte i) {
 		:: taken ->
 #ifndef NO_FENCE_RAISER
 			// label ring_fence = src/transport/mapped.cpp MappedTransport::ring
+			// A caller who hands an operation to his own progress thread is a raiser whose mark is always set.
+			// label nudge_fence = src/transport/mapped.cpp MappedTransport::nudge
 			fpend[i] == 0 && mpend[i] == 0;
 #endif
 			// label sleepers_load = src/transport/mapped.cpp MappedTransport::wake

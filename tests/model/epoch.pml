@@ -430,7 +430,7 @@ dispatch:
 #endif
 	atomic {
 		if
-		// label prior_told = src/session.cpp Session::dispatch
+		// label prior_told = src/session.cpp Session::Impl::begin
 		:: prior -> verdict = BAD; prior = false             /* tell what struck me after others had finished */
 		:: !prior && bads > 0 -> verdict = BAD; bads--
 		:: !prior -> skip
@@ -476,7 +476,7 @@ dispatch:
 	late_sums();
 	// label await_arrived = src/ep/dispatch.cpp DispatchStep::after_counts
 	await(ARRIVED);
-	// label give_up = src/ep/dispatch.cpp DispatchStep::give_up
+	// label give_up = src/ep/dispatch.cpp DispatchStep::end_with_reason
 	if
 	:: late -> write_reason(); goto leave
 	:: why != OK -> goto leave
@@ -534,7 +534,7 @@ finish:
 				OUT(me,e) = TAIL;
 				if :: mine -> alone[me*(NE+2) + e] = 1 + last[me] :: else -> skip fi;
 #ifndef NO_PRIOR
-				// label prior = src/session.cpp Session::combine
+				// label prior = src/session.cpp Session::Impl::end
 				prior = prior || mine
 #endif
 			}
