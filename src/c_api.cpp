@@ -23,6 +23,8 @@ struct sy_session {
 
     Session session;
     std::vector<ExpertBatch> batches;  // [depth]
+    std::vector<PendingDispatch> going = std::vector<PendingDispatch>(batches.size());
+    std::vector<PendingCombine> coming = std::vector<PendingCombine>(batches.size());
 };
 
 struct sy_exchange {
@@ -267,6 +269,63 @@ ExpertBatch& open_batch(const sy_batch* batch, const char* what) {
 }
 
 constexpr sy_batch no_batch = {nullptr, 0};
+
+DispatchArgs dispatch_args(const sy_dispatch_args* given, const char* what) {
+    const sy_dispatch_args known = read_struct(given, what);
+    return {.x = known.x,
+            .tokens = known.tokens,
+            .row_stride = known.row_stride,
+            .topk_ids = known.topk_ids,
+            .topk_weights = known.topk_weights,
+            .tag = known.tag,
+            .timeout_ms = known.timeout_ms};
+}
+CombineArgs combine_args(const sy_combine_args* given, const char* what) {
+    const sy_combine_args known = read_struct(given, what);
+    return {.y = known.y,
+            .topk_weights = known.topk_weights,
+            .shared = known.shared,
+            .out = known.out,
+            .timeout_ms = known.timeout_ms,
+            .missing = known.missing};
+}
+
+// The other ranks wait in this dispatch: they must hear of a bad call as of bad input.
+void tell_of_bad_dispatch(Session& session) {
+    try {
+        DispatchArgs bad;
+        bad.tokens = -1;
+        session.dispatch(bad);
+    } catch (...) {
+    }
+}
+
+constexpr sy_pending no_pending = {nullptr, 0, 0};
+
+// The handle that a ticket names, or stale.
+Pending& open_pending(const sy_pending* pending, const char* what) {
+    need(pending, what);
+    if (!pending->session) refuse(Code::stale, fmt::format("{} is empty: its end was given out, or it never began.", what));
+    sy_session& s = *pending->session;
+    const size_t at = pending->epoch % s.batches.size();
+    Pending& named = pending->is_dispatch ? static_cast<Pending&>(s.going[at]) : s.coming[at];
+    if (!named.valid() || named.epoch() != pending->epoch)
+        refuse(Code::stale, fmt::format("{} is of epoch {}, whose end was given out.", what, pending->epoch));
+    return named;
+}
+
+// Calls ends() -> bool; an end that was given out empties the ticket, but for that of a dispatch whose batch is there.
+template <class Ends>
+bool end_of(sy_pending* pending, const Pending& named, Ends ends) {
+    try {
+        const bool done = ends();
+        if (done && !pending->is_dispatch) *pending = no_pending;
+        return done;
+    } catch (const Error&) {
+        if (!named.valid()) *pending = no_pending;
+        throw;
+    }
+}
 
 void need_tile(const void* tile, int64_t count, const char* what) {
     if (count > 0) need(tile, what);
@@ -650,27 +709,15 @@ int32_t sy_dispatch(sy_session* session, const sy_dispatch_args* args, sy_batch*
     return guarded([&] {
         need(session, "sy_dispatch: session");
         if (batch) *batch = no_batch;
-        sy_dispatch_args known{};
+        DispatchArgs known;
         try {
             need(batch, "sy_dispatch: batch");
-            known = read_struct(args, "sy_dispatch: args");
+            known = dispatch_args(args, "sy_dispatch: args");
         } catch (const Error&) {
-            // The other ranks wait in this dispatch: they must hear of a bad call as of bad input.
-            try {
-                DispatchArgs bad;
-                bad.tokens = -1;
-                session->session.dispatch(bad);
-            } catch (...) {
-            }
+            tell_of_bad_dispatch(session->session);
             throw;
         }
-        ExpertBatch received = session->session.dispatch({.x = known.x,
-                                                          .tokens = known.tokens,
-                                                          .row_stride = known.row_stride,
-                                                          .topk_ids = known.topk_ids,
-                                                          .topk_weights = known.topk_weights,
-                                                          .tag = known.tag,
-                                                          .timeout_ms = known.timeout_ms});
+        ExpertBatch received = session->session.dispatch(known);
         *batch = {session, received.epoch()};
         session->batches[received.epoch() % session->batches.size()] = std::move(received);
     });
@@ -690,25 +737,119 @@ int32_t sy_combine(sy_session* session, sy_batch* batch, const sy_combine_args* 
         need(session, "sy_combine: session");
         ExpertBatch& used = open_batch(batch, "sy_combine: batch");
         try {
-            sy_combine_args known{};
+            CombineArgs known;
             try {
-                known = read_struct(args, "sy_combine: args");
+                known = combine_args(args, "sy_combine: args");
             } catch (const Error&) {
                 // The other ranks wait in this combine: they must hear that there will be none. Another session's do not.
                 if (batch->session == session) used = ExpertBatch();
                 throw;
             }
-            session->session.combine(used, {.y = known.y,
-                                            .topk_weights = known.topk_weights,
-                                            .shared = known.shared,
-                                            .out = known.out,
-                                            .timeout_ms = known.timeout_ms,
-                                            .missing = known.missing});
+            session->session.combine(used, known);
         } catch (const Error& error) {
             if (error.code() != Code::stale && batch->session == session) *batch = no_batch;
             throw;
         }
         *batch = no_batch;
+    });
+}
+
+int32_t sy_dispatch_async(sy_session* session, const sy_dispatch_args* args, sy_pending* pending) {
+    return guarded([&] {
+        need(session, "sy_dispatch_async: session");
+        if (pending) *pending = no_pending;
+        DispatchArgs known;
+        try {
+            need(pending, "sy_dispatch_async: pending");
+            known = dispatch_args(args, "sy_dispatch_async: args");
+        } catch (const Error&) {
+            tell_of_bad_dispatch(session->session);
+            throw;
+        }
+        PendingDispatch begun = session->session.dispatch_async(known);
+        const uint64_t epoch = begun.epoch();
+        session->going[epoch % session->going.size()] = std::move(begun);
+        *pending = {session, epoch, 1};
+    });
+}
+
+int32_t sy_combine_async(sy_session* session, sy_batch* batch, const sy_combine_args* args, sy_pending* pending) {
+    return guarded([&] {
+        need(session, "sy_combine_async: session");
+        if (pending) *pending = no_pending;
+        ExpertBatch& used = open_batch(batch, "sy_combine_async: batch");
+        try {
+            CombineArgs known;
+            try {
+                need(pending, "sy_combine_async: pending");
+                known = combine_args(args, "sy_combine_async: args");
+            } catch (const Error&) {
+                if (batch->session == session) used = ExpertBatch();  // as in sy_combine
+                throw;
+            }
+            const uint64_t epoch = batch->epoch;
+            session->coming[epoch % session->coming.size()] = session->session.combine_async(used, known);
+            *pending = {session, epoch, 0};
+        } catch (const Error& error) {
+            if (error.code() != Code::stale && batch->session == session) *batch = no_batch;
+            throw;
+        }
+        *batch = no_batch;
+    });
+}
+
+int32_t sy_poll(sy_pending* pending, int32_t* done) {
+    return guarded([&] {
+        Pending& named = open_pending(pending, "sy_poll: pending");
+        need(done, "sy_poll: done");
+        *done = 0;
+        *done = end_of(pending, named, [&] { return named.poll(); });
+    });
+}
+
+int32_t sy_wait(sy_pending* pending, int64_t timeout_ms, int32_t* done) {
+    return guarded([&] {
+        Pending& named = open_pending(pending, "sy_wait: pending");
+        if (timeout_ms != 0) need(done, "sy_wait: done");
+        if (done) *done = 0;
+        const bool ended = end_of(pending, named, [&] { return named.wait(timeout_ms); });
+        if (done) *done = ended;
+    });
+}
+
+int32_t sy_take(sy_pending* pending, sy_batch* batch) {
+    return guarded([&] {
+        Pending& named = open_pending(pending, "sy_take: pending");
+        need(batch, "sy_take: batch");
+        *batch = no_batch;
+        if (!pending->is_dispatch) refuse(Code::bad_input, "sy_take of a combine, which has no batch; sy_wait for it.");
+        sy_session* session = pending->session;
+        const uint64_t epoch = pending->epoch;
+        end_of(pending, named, [&] { return named.wait(); });
+        const size_t at = epoch % session->batches.size();
+        session->batches[at] = session->going[at].get();
+        *batch = {session, epoch};
+        *pending = no_pending;
+    });
+}
+
+int32_t sy_abandon(sy_pending* pending) {
+    return guarded([&] {
+        static_cast<void>(open_pending(pending, "sy_abandon: pending"));
+        sy_session& s = *pending->session;
+        const size_t at = pending->epoch % s.batches.size();
+        if (pending->is_dispatch)
+            s.going[at] = PendingDispatch();
+        else
+            s.coming[at] = PendingCombine();
+        *pending = no_pending;
+    });
+}
+
+int32_t sy_progress(sy_session* session) {
+    return guarded([&] {
+        need(session, "sy_progress: session");
+        session->session.progress();
     });
 }
 

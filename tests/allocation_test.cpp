@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <new>
 
+#include "switchyard/pipeline.hpp"
 #include "testing.hpp"
 
 #if defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
@@ -169,6 +170,18 @@ int64_t allocations_of_rounds(std::vector<Session>& sessions, const Problem& p, 
                         session.combine(batch, args);
                     }
                     if (i % 3 == 0) session.dispatch(dispatch_args(p, rank));  // and dropped
+                    if (i % 3 == 1) {
+                        const RankData& d = p.ranks[static_cast<size_t>(rank)];
+                        pipeline(session,
+                                 {.x = d.x.data(),
+                                  .tokens = d.tokens,
+                                  .row_stride = d.stride,
+                                  .topk_ids = d.ids.data(),
+                                  .topk_weights = d.weights.data(),
+                                  .out = out.data(),
+                                  .chunks = 3},
+                                 [&](ExpertBatch&, int64_t) { session.progress(); });
+                    }
                 }
             };
             y.resize(static_cast<size_t>(p.received[static_cast<size_t>(rank)].rows * p.options.hidden) *
@@ -218,6 +231,7 @@ TEST_F(Allocation, SteadyStateHasNone) {
                     o.deliver_weights = true;
                     o.expert_alignment = 16;
                     o.workers = random.pick<int64_t>({1, 2});
+                    o.progress = random.pick({ProgressBy::caller, ProgressBy::worker});
                     o.depth = 1 + random.below(3);
                     SCOPED_TRACE(std::to_string(ranks) + " ranks: " + text_of(o));
                     std::vector<int64_t> tokens(static_cast<size_t>(ranks), 12);

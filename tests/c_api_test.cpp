@@ -676,6 +676,73 @@ TEST(CApi, DispatchAndCombineGiveWhatIsWorkedOutByHand) {
     });
 }
 
+// The same in two halves each, two dispatches in flight, their ends taken in the other order.
+TEST(CApi, AsyncCallsGiveTheSameAndTellTheirEndOnce) {
+    for (const int64_t progress : {SY_PROGRESS_CALLER, SY_PROGRESS_WORKER}) {
+        sy_options options = small_options();
+        options.progress = progress;
+        Ranks ranks(options);
+        ranks.play([](size_t r, sy_session* session) {
+            OneToken token(r), other(r);
+            const sy_dispatch_args args = token.args();
+            sy_pending first, second, third;
+            ASSERT_DONE(sy_dispatch_async(session, &args, &first));
+            ASSERT_DONE(sy_dispatch_async(session, &args, &second));
+            EXPECT_EQ(first.session, session);
+            EXPECT_EQ(second.epoch, first.epoch + 1);
+            EXPECT_REFUSED(SY_DEPTH, "the dispatch of epoch 1", sy_dispatch_async(session, &args, &third));
+            int32_t done = 0;
+            while (!done) ASSERT_DONE(sy_poll(&second, &done));
+            ASSERT_DONE(sy_wait(&first, 0, nullptr));
+            sy_batch batch[2];
+            ASSERT_DONE(sy_take(&first, &batch[0]));
+            EXPECT_REFUSED(SY_STALE, "is empty", sy_take(&first, &batch[0]));
+            ASSERT_DONE(sy_take(&second, &batch[1]));
+            echo(batch[0]);
+            echo(batch[1]);
+            const sy_combine_args home = token.home(), other_home = other.home();
+            ASSERT_DONE(sy_combine_async(session, &batch[0], &home, &first));
+            EXPECT_EQ(batch[0].session, nullptr);
+            ASSERT_DONE(sy_combine_async(session, &batch[1], &other_home, &second));
+            ASSERT_DONE(sy_wait(&second, 0, &done));
+            EXPECT_EQ(done, 1);
+            EXPECT_REFUSED(SY_STALE, "is empty", sy_poll(&second, &done));
+            EXPECT_REFUSED(SY_BAD_INPUT, "timeout_ms is -1", sy_wait(&first, -1, &done));
+            for (done = 0; !done;) {
+                ASSERT_DONE(sy_progress(session));
+                ASSERT_DONE(sy_wait(&first, 5, &done));
+            }
+            for (size_t i = 0; i < 8; ++i) EXPECT_EQ(token.out[i], 2.5F * token.x[i]);
+            for (size_t i = 0; i < 8; ++i) EXPECT_EQ(other.out[i], 2.5F * token.x[i]);
+            EXPECT_REFUSED(SY_BAD_INPUT, "pending is null", sy_poll(nullptr, &done));
+        });
+        // Bad arguments reach the other rank; so does a dispatch given up.
+        std::atomic<bool> given_up = false;
+        ranks.play([&](size_t r, sy_session* session) {
+            OneToken token(r);
+            const sy_dispatch_args args = token.args();
+            sy_pending pending;
+            if (r == 0) {
+                EXPECT_REFUSED(SY_BAD_INPUT, "args is null", sy_dispatch_async(session, nullptr, &pending));
+                EXPECT_EQ(pending.session, nullptr);
+                ASSERT_DONE(sy_dispatch_async(session, &args, &pending));
+                ASSERT_DONE(sy_abandon(&pending));
+                EXPECT_EQ(pending.session, nullptr);
+                given_up = true;
+                given_up.notify_all();
+            } else {
+                ASSERT_DONE(sy_dispatch_async(session, &args, &pending));
+                EXPECT_REFUSED(SY_BAD_INPUT, "rank 0", sy_wait(&pending, 0, nullptr));
+                EXPECT_EQ(pending.session, nullptr);
+                given_up.wait(false);
+                ASSERT_DONE(sy_dispatch_async(session, &args, &pending));
+                EXPECT_REFUSED(SY_PEER_LEFT, "rank 0", sy_wait(&pending, 0, nullptr));
+            }
+            round_trip(r, session);
+        });
+    }
+}
+
 // The same with y in the caller's memory, weight 1, rows of x 10 elements apart, and a rank without tokens.
 TEST(CApi, TakesStridesOwnOutputAndARankWithoutTokens) {
     Ranks ranks(small_options());

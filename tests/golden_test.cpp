@@ -181,8 +181,11 @@ std::string play(Session& session, const RankFiles& f, int rounds) {
     };
     Output out(f.out.size());
     for (int round = 0; round < rounds; ++round) {
-        ExpertBatch batch = session.dispatch(
-            {.x = f.tokens ? f.x.data() : nullptr, .tokens = f.tokens, .topk_ids = f.tokens ? f.ids.data() : nullptr});
+        ExpertBatch batch =
+            session
+                .dispatch_async(
+                    {.x = f.tokens ? f.x.data() : nullptr, .tokens = f.tokens, .topk_ids = f.tokens ? f.ids.data() : nullptr})
+                .get();
         const auto rows = static_cast<size_t>(batch.rows());
         // Views into this rank's own window, so that they can be poisoned when the round is over.
         const auto view = [&](const void* at, int64_t bytes) {
@@ -209,7 +212,10 @@ std::string play(Session& session, const RankFiles& f, int rounds) {
         else if (round % 2 == 0)
             args.y = f.y.data();
         out.poison();
-        session.combine(batch, args);
+        if (round % 3 == 0)
+            session.combine(batch, args);
+        else
+            session.combine_async(batch, args).wait();
         note(round, out.difference_from("x", f.out));
         // Nobody reads or writes these before this rank's next dispatch into the slot (y is different: peers read it still).
         // What a round leaves out shows in a later one.
@@ -230,6 +236,7 @@ TEST_P(GoldenCase, SessionGivesTheSameBytesInEveryRound) {
                     o.landing = landing;
                     o.combine_path = path;
                     o.workers = workers;
+                    o.progress = workers == 3 ? ProgressBy::worker : ProgressBy::caller;
                     o.timeout_ms = 20000 * slowness;
                     SCOPED_TRACE(text_of(o));
                     std::vector<Session> sessions = Session::open_local(o, static_cast<int>(c.ranks.size()));

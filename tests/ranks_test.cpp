@@ -396,6 +396,42 @@ TEST(Ranks, DeathIsNoticedAlsoByARankThatWaitsForAnother) {
     all.end_of(2, true);
 }
 
+TEST(Ranks, HandlesReportTheRankThatDied) {
+    for (const ProgressBy progress : {ProgressBy::caller, ProgressBy::worker})
+        for (const bool in_combine : {false, true}) {
+            Options o = options_of(3);
+            o.progress = progress;
+            const Problem p = problem_of(o, 3);
+            Processes all(3, [&](const Part& part) {
+                Session session = Session::open(o, group_of(part.rank(), 3, std::to_string(in_combine) + text_of(o)));
+                part.expect_nothing(difference_of_round(session, p));
+                PendingDispatch going;
+                ExpertBatch batch;
+                Output out = output_of(p, part.rank());
+                if (in_combine) {
+                    batch = session.dispatch(dispatch_args(p, part.rank()));
+                    fill_y(batch, p, part.rank(), batch.y());
+                }
+                part.say("ready");
+                if (part.rank() == 1) part.wait();  // and is killed there
+                if (in_combine) {
+                    PendingCombine coming = session.combine_async(batch, combine_args(p, part.rank(), out.data()));
+                    part.expect_error(Code::peer_lost, 1, [&] {
+                        while (!coming.poll()) sleep_ms(1);
+                    });
+                } else {
+                    going = session.dispatch_async(dispatch_args(p, part.rank()));
+                    part.expect_error(Code::peer_lost, 1, [&] { going.wait(); });
+                }
+                session.shrink();
+                part.expect_nothing(difference_of_round(session, without(p, {1})));
+            });
+            for (int r = 0; r < 3; ++r) all.await(r, "ready");
+            all.signal_to(1, SIGKILL);
+            all.end_of_all(1);
+        }
+}
+
 TEST(Ranks, RankThatExitsWithoutClosingIsReported) {
     const Options o = options_of(3);
     const Problem p = problem_of(o, 3);

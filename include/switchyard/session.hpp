@@ -278,8 +278,9 @@ class SY_API Session {
 /// it.
 ///
 /// Destroying one that has not ended never waits for another rank, and nothing the arguments pointed to is read or written
-/// afterwards. A dispatch is given up: the other ranks' dispatch fails at once with peer_left. Of a combine only this rank's
-/// result is given up: this rank's y is offered, so the others end as if nothing had happened.
+/// afterwards. A dispatch is given up: the other ranks' dispatch fails at once with peer_left, or, where the batch was out
+/// already, the combine of it. Of a combine only this rank's result is given up: this rank's y is offered, so the others end as
+/// if nothing had happened.
 class SY_API Pending {
  public:
     Pending() = default;

@@ -28,7 +28,7 @@
  * 5. All ranks make the same calls in the same order. Calls of one session, its batches included, come from one thread at a
  *    time; different sessions are independent.
  * 6. Opening allocates everything. sy_dispatch, sy_combine and the functions of a batch allocate nothing unless they fail.
- *    Only sy_open*, sy_session_x, sy_dispatch and sy_combine wait, until their deadline at most.
+ *    Only sy_open*, sy_session_x, sy_dispatch, sy_combine, sy_wait, sy_take and sy_shrink wait, until their deadline at most.
  * 7. After an error of sy_dispatch or sy_combine every rank of the group gets one too, and (except after SY_PEER_LOST and
  *    SY_PEER_CLOSED) the session goes on with the next dispatch.
  */
@@ -376,6 +376,33 @@ SY_API int32_t sy_session_x(sy_session* session, void** x);
  * experts' output of all ranks. Uses the batch up and sets *batch to {null, 0}, whatever happens, unless the call is refused
  * with SY_STALE. Arguments that cannot be read drop the batch. */
 SY_API int32_t sy_combine(sy_session* session, sy_batch* batch, const sy_combine_args* args);
+
+/* The two halves of sy_dispatch and sy_combine. Beginning never waits; everything the arguments point to must stay until the
+ * end. *pending is a ticket like sy_batch: its end is given out once, by sy_poll, sy_wait or sy_take, and it is {null} then,
+ * but for a dispatch that has ended well: its batch waits for sy_take. Tickets may be waited for in any order. A slot is taken
+ * from sy_dispatch_async until the end of its combine was given out; one dispatch too many is refused with SY_DEPTH. Who moves
+ * what was begun on: option progress. */
+typedef struct sy_pending {
+    sy_session* session; /* null = none */
+    uint64_t epoch;      /* number of the dispatch */
+    int64_t is_dispatch; /* 1: of a dispatch, 0: of a combine */
+} sy_pending;
+
+SY_API int32_t sy_dispatch_async(sy_session* session, const sy_dispatch_args* args, sy_pending* pending);
+/* Uses the batch up as sy_combine does. */
+SY_API int32_t sy_combine_async(sy_session* session, sy_batch* batch, const sy_combine_args* args, sy_pending* pending);
+
+/* One look, never waiting: *done = 1 when it has ended well, 0 when it goes on; the code of the call when it has failed. */
+SY_API int32_t sy_poll(sy_pending* pending, int32_t* done);
+/* Waits until it has ended, at most timeout_ms (0: until its own deadline ends it). *done as above; null when timeout_ms is 0.
+ */
+SY_API int32_t sy_wait(sy_pending* pending, int64_t timeout_ms, int32_t* done);
+/* Waits for a dispatch and hands its batch out. */
+SY_API int32_t sy_take(sy_pending* pending, sy_batch* batch);
+/* Gives it up without waiting: a dispatch for all ranks (SY_PEER_LEFT), of a combine this rank's result only. */
+SY_API int32_t sy_abandon(sy_pending* pending);
+/* Moves everything that was begun as far as it goes without waiting. */
+SY_API int32_t sy_progress(sy_session* session);
 
 /* Goes on with the ranks that are left: after SY_PEER_LOST, SY_PEER_CLOSED or SY_TIMED_OUT, called on all of them. Ends all
  * open batches, agrees with the others on who is left and on the next epoch, and makes no memory; ranks keep their numbers and

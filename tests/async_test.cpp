@@ -1,0 +1,486 @@
+// Facts about calls in two halves: dispatch_async and combine_async, their handles, option progress, and the pipeline made of
+// them.
+#include <algorithm>
+#include <map>
+#include <optional>
+
+#include "switchyard/pipeline.hpp"
+#include "testing.hpp"
+
+namespace switchyard::test {
+namespace {
+
+constexpr int64_t never_ms = 20000 * slowness;         // a deadline that a sound session does not reach
+constexpr int64_t short_ms = slowness > 1 ? 200 : 60;  // a deadline that a test waits for
+
+struct Way {
+    ProgressBy progress;
+    Landing landing;
+    CombinePath path = CombinePath::read;
+};
+constexpr Way every_way[] = {
+    {ProgressBy::caller, Landing::packed},   {ProgressBy::caller, Landing::padded, CombinePath::push},
+    {ProgressBy::caller, Landing::in_place}, {ProgressBy::worker, Landing::packed},
+    {ProgressBy::worker, Landing::padded},   {ProgressBy::worker, Landing::in_place, CombinePath::push}};
+
+class Async : public testing::TestWithParam<Way> {
+ protected:
+    Options options(int64_t depth) const {
+        Options o;
+        o.hidden = 33;
+        o.topk = 2;
+        o.experts = 7;
+        o.tokens_max = 5;
+        o.depth = depth;
+        o.landing = GetParam().landing;
+        o.combine_path = GetParam().path;
+        o.progress = GetParam().progress;
+        o.timeout_ms = never_ms;
+        return o;
+    }
+    void open(int ranks, int64_t depth = 2) {
+        const Options o = options(depth);
+        sessions.clear();
+        sessions = Session::open_local(o, ranks);
+        Random random(7 + static_cast<uint64_t>(ranks));
+        std::vector<int64_t> tokens;
+        for (int r = 0; r < ranks; ++r) tokens.push_back(o.tokens_max - r % 3);
+        problem = make_problem(random, o, tokens);
+    }
+    Session& at(int rank) { return sessions[static_cast<size_t>(rank)]; }
+    DispatchArgs args(int rank) const { return dispatch_args(problem, rank); }
+    void round_works() { expect_round_works(sessions, problem); }
+    ExpertBatch dispatched(int rank) {
+        ExpertBatch batch = at(rank).dispatch_async(args(rank)).get();
+        EXPECT_EQ(difference_of_batch(batch, problem, rank), "");
+        fill_y(batch, problem, rank, batch.y());
+        return batch;
+    }
+
+    std::vector<Session> sessions;
+    Problem problem;
+};
+
+std::string name_of(Way way) {
+    const char* landing = way.landing == Landing::packed ? "Packed" : way.landing == Landing::padded ? "Padded" : "InPlace";
+    return std::string(way.progress == ProgressBy::caller ? "Caller" : "Worker") + landing +
+           (way.path == CombinePath::read ? "Read" : "Push");
+}
+INSTANTIATE_TEST_SUITE_P(Session, Async, testing::ValuesIn(every_way), [](const auto& named) { return name_of(named.param); });
+
+// ----------------------------------------------------------------------------------------------------------------- results
+
+// One dispatch with its combine on one rank, at whatever point it is.
+struct Flow {
+    const Problem* problem;
+    PendingDispatch going;
+    PendingCombine coming;
+    Output out;
+    std::vector<std::byte> y;
+};
+
+/// `rounds` dispatches with as many in flight as the depth allows. All ranks begin them in the same order; each waits in an
+/// order of its own, by wait, by poll, or by a wait that runs out. Returns the first difference.
+std::string play(Session& session, const std::vector<Problem>& problems, int rounds, uint64_t seed) {
+    const int rank = session.rank();
+    const auto depth = session.options().depth;
+    Random own(mix(seed, static_cast<uint64_t>(rank)));
+    std::string first;
+    const auto note = [&](std::string found) {
+        if (first.empty()) first = std::move(found);
+    };
+    const auto finish = [&](Pending& handle) {
+        switch (own.below(3)) {
+            case 0: handle.wait(); break;
+            case 1:
+                while (!handle.wait(1)) {
+                }
+                break;
+            default:
+                while (!handle.poll()) std::this_thread::yield();
+        }
+    };
+    for (int done = 0; done < rounds;) {
+        std::vector<Flow> flows(static_cast<size_t>(depth));
+        std::vector<size_t> order;
+        for (Flow& flow : flows) {
+            flow.problem = &problems[static_cast<size_t>(done++) % problems.size()];
+            flow.out = output_of(*flow.problem, rank);
+            flow.going = session.dispatch_async(dispatch_args(*flow.problem, rank));
+            order.push_back(order.size());
+        }
+        std::shuffle(order.begin(), order.end(), own);
+        for (const size_t i : order) finish(flows[i].going);
+        for (Flow& flow : flows) {  // combines begin in one order everywhere
+            const Problem& p = *flow.problem;
+            ExpertBatch batch = flow.going.get();
+            note(difference_of_batch(batch, p, rank));
+            CombineArgs args = combine_args(p, rank, flow.out.data());
+            flow.y.resize(static_cast<size_t>(batch.rows() * p.options.hidden) * token_bytes(p.options.dtype));
+            const bool in_window = own.one_in(2);
+            fill_y(batch, p, rank, in_window ? batch.y() : flow.y.data());
+            if (!in_window) args.y = flow.y.data();
+            flow.coming = session.combine_async(batch, args);
+        }
+        std::shuffle(order.begin(), order.end(), own);
+        for (const size_t i : order) {
+            finish(flows[i].coming);
+            note(flows[i].out.difference_from("x", flows[i].problem->combined[static_cast<size_t>(rank)]));
+        }
+    }
+    return first;
+}
+
+TEST(AsyncSession, RandomShapesGiveTheBytesOfTheReference) {
+    Random random;
+    for (int64_t n = 0; n < scaled(40); ++n) {
+        const auto ranks = static_cast<int>(1 + random.below(5));
+        Options o;
+        o.hidden = random.pick<int64_t>({1, 7, 33, 100});
+        o.topk = random.pick<int64_t>({1, 2, 5});
+        o.experts = random.pick<int64_t>({1, 3, ranks + 1, 13});
+        o.tokens_max = random.pick<int64_t>({0, 1, 5, 9});
+        o.dispatch_quant = random.pick({Format::none, Format::int8_token, Format::mxfp8_e5m2});
+        o.combine_quant = random.pick({Format::none, Format::int8_block8});
+        o.expert_alignment = random.pick<int64_t>({1, 16});
+        o.deliver_weights = random.one_in(2);
+        o.depth = random.pick<int64_t>({1, 2, 4, 4});
+        o.landing = random.pick({Landing::packed, Landing::padded, Landing::in_place});
+        o.combine_path = random.pick({CombinePath::read, CombinePath::push});
+        o.jitter_us = random.one_in(3) ? 200 : 0;
+        o.timeout_ms = never_ms;
+        SCOPED_TRACE(std::to_string(ranks) + " ranks: " + text_of(o));
+        std::vector<Problem> problems;
+        for (int i = 0; i < 3; ++i) {
+            std::vector<int64_t> tokens;
+            for (int r = 0; r < ranks; ++r) tokens.push_back(random.below(o.tokens_max + 1));
+            problems.push_back(
+                make_problem(random, o, tokens, random.pick({Routing::uniform, Routing::skewed, Routing::sparse})));
+        }
+        std::vector<Options> all(static_cast<size_t>(ranks), o);  // who moves concerns each rank alone
+        for (Options& mine : all) {
+            mine.progress = random.pick({ProgressBy::caller, ProgressBy::worker});
+            mine.workers = random.pick<int64_t>({1, 1, 2});
+        }
+        std::vector<Session> sessions = Session::open_local(all);
+        const uint64_t seed = random();
+        on_ranks(ranks, [&](int r) { EXPECT_EQ(play(sessions[static_cast<size_t>(r)], problems, 12, seed), "") << r; });
+        if (HasFailure()) return;
+    }
+}
+
+TEST_P(Async, PipelineGivesTheSameBytesForAnyNumberOfChunks) {
+    for (const int64_t depth : {1, 2, 4}) {
+        open(3, depth);
+        on_ranks(3, [&](int r) {
+            const RankData& d = problem.ranks[static_cast<size_t>(r)];
+            for (const int64_t chunks : {1, 2, 3, 7}) {
+                Output out = output_of(problem, r);
+                std::map<int64_t, int64_t> seen;
+                pipeline(at(r),
+                         {.x = d.x.data(),
+                          .tokens = d.tokens,
+                          .row_stride = d.stride,
+                          .topk_ids = d.ids.data(),
+                          .topk_weights = problem.weighted ? d.weights.data() : nullptr,
+                          .shared = problem.with_shared ? d.shared.data() : nullptr,
+                          .out = out.data(),
+                          .chunks = chunks},
+                         [&](ExpertBatch& batch, int64_t chunk) {
+                             ++seen[chunk];
+                             // Token t of a chunk is a later one of the problem.
+                             const auto info = batch.assist_info_for_combine();
+                             const auto offsets = batch.expert_offsets();
+                             const auto first = static_cast<int32_t>(experts_of(r, 3, problem.options.experts).first);
+                             for (size_t e = 0; e + 1 < offsets.size(); ++e)
+                                 for (auto i = static_cast<size_t>(offsets[e]); i < static_cast<size_t>(offsets[e + 1]); ++i) {
+                                     const int64_t all = problem.ranks[static_cast<size_t>(info[3 * i])].tokens;
+                                     const int64_t start = all / chunks * chunk + std::min(chunk, all % chunks);
+                                     expert_row(problem, first + static_cast<int32_t>(e), info[3 * i], start + info[3 * i + 1],
+                                                info[3 * i + 2], static_cast<std::byte*>(batch.y()) + i * 33 * 2);
+                                     at(r).progress();
+                                 }
+                         });
+                EXPECT_EQ(out.difference_from("x", problem.combined[static_cast<size_t>(r)]), "")
+                    << "rank " << r << ", " << chunks << " chunks, depth " << depth;
+                EXPECT_EQ(static_cast<int64_t>(seen.size()), chunks);
+            }
+            EXPECT_TRUE(is_error(outcome_of([&] { pipeline(at(r), {.chunks = 0}, [](ExpertBatch&, int64_t) {}); }),
+                                 Code::bad_input, {"chunks is 0"}));
+        });
+        round_works();
+    }
+}
+
+TEST_P(Async, RankThatOnlyPollsGetsThere) {
+    open(2);
+    on_ranks(2, [&](int r) {
+        PendingDispatch going = at(r).dispatch_async(args(r));
+        while (!going.poll()) std::this_thread::yield();
+        EXPECT_TRUE(going.done() && going.valid());
+        ExpertBatch batch = going.get();
+        fill_y(batch, problem, r, batch.y());
+        Output out = output_of(problem, r);
+        PendingCombine coming = at(r).combine_async(batch, combine_args(problem, r, out.data()));
+        EXPECT_EQ(coming.epoch(), 1U);
+        while (!coming.poll()) std::this_thread::yield();
+        EXPECT_TRUE(coming.poll() && coming.wait()) << "a good end is told again";
+        EXPECT_EQ(out.difference_from("x", problem.combined[static_cast<size_t>(r)]), "");
+        EXPECT_TRUE(is_error(outcome_of([&] { going.get(); }), Code::stale, {"taken already"}));
+    });
+    round_works();
+}
+
+TEST_P(Async, WhatNeedsNobodyIsSentAtOnceAndAWorkerSendsTheRest) {
+    // Rank 0 begins a dispatch and makes no call until rank 1 has its batch: with packed landing a caller would have to send
+    // rows after the counts of rank 1 have come.
+    open(2);
+    if (GetParam().progress == ProgressBy::caller && GetParam().landing == Landing::packed) GTEST_SKIP();
+    Signal received;
+    on_ranks(2, [&](int r) {
+        PendingDispatch going = at(r).dispatch_async(args(r));
+        if (r == 0) received.wait();
+        ExpertBatch batch = going.get();
+        EXPECT_EQ(difference_of_batch(batch, problem, r), "");
+        if (r == 1) received.raise();
+        fill_y(batch, problem, r, batch.y());
+        Output out = output_of(problem, r);
+        at(r).combine(batch, combine_args(problem, r, out.data()));
+        EXPECT_EQ(out.difference_from("x", problem.combined[static_cast<size_t>(r)]), "");
+    });
+}
+
+TEST_P(Async, WorkerEndsADispatchAndACombineWithoutTheCaller) {
+    if (GetParam().progress == ProgressBy::caller) GTEST_SKIP();
+    open(2);
+    on_ranks(2, [&](int r) {
+        PendingDispatch going = at(r).dispatch_async(args(r));
+        while (!going.done()) sleep_ms(1);  // done() looks at nothing
+        ExpertBatch batch = going.get();
+        fill_y(batch, problem, r, batch.y());
+        Output out = output_of(problem, r);
+        PendingCombine coming = at(r).combine_async(batch, combine_args(problem, r, out.data()));
+        while (!coming.done()) sleep_ms(1);
+        EXPECT_EQ(out.difference_from("x", problem.combined[static_cast<size_t>(r)]), "");
+        EXPECT_TRUE(coming.poll());
+    });
+}
+
+// ------------------------------------------------------------------------------------------------------------------- depth
+
+TEST_P(Async, SlotIsTakenUntilItsEndWasGivenOut) {
+    open(2, 2);
+    on_ranks(2, [&](int r) {
+        const auto full = [&](const char* what) {
+            EXPECT_TRUE(is_error(outcome_of([&] { at(r).dispatch_async(args(r)); }), Code::depth, {what}));
+        };
+        PendingDispatch a = at(r).dispatch_async(args(r));
+        PendingDispatch b = at(r).dispatch_async(args(r));
+        full("the dispatch of epoch 1");
+        b.wait();
+        a.wait();
+        full("epoch 1 is still open");
+        ExpertBatch batch = a.get();
+        fill_y(batch, problem, r, batch.y());
+        Output out = output_of(problem, r);
+        PendingCombine home = at(r).combine_async(std::move(batch), combine_args(problem, r, out.data()));
+        full("the combine of epoch 1");
+        while (!home.done()) at(r).progress();
+        full("the combine of epoch 1");  // ended, but not told: whether it has ended is a matter of time
+        EXPECT_TRUE(home.poll());
+        PendingDispatch c = at(r).dispatch_async(args(r));
+        EXPECT_EQ(c.epoch(), 3U) << "a refusal takes no epoch";
+        c.wait();
+    });
+    round_works();
+}
+
+// ------------------------------------------------------------------------------------------------------------------ errors
+
+TEST_P(Async, BadInputOfOneRankReachesAllThroughTheirHandles) {
+    open(3);
+    on_ranks(3, [&](int r) {
+        DispatchArgs a = args(r);
+        if (r == 1) a.tokens = 6;
+        PendingDispatch going = at(r).dispatch_async(a);
+        EXPECT_TRUE(is_error(outcome_of([&] { going.wait(); }), Code::bad_input, {"rank 1", "tokens is 6"}));
+        EXPECT_FALSE(going.valid());
+        EXPECT_TRUE(is_error(outcome_of([&] { going.poll(); }), Code::stale));
+    });
+    round_works();
+    on_ranks(3, [&](int r) {
+        ExpertBatch batch = dispatched(r);
+        Output out = output_of(problem, r);
+        CombineArgs a = combine_args(problem, r, out.data());
+        if (r == 2) a.out = nullptr;
+        PendingCombine coming = at(r).combine_async(batch, a);
+        EXPECT_TRUE(is_error(outcome_of([&] { coming.wait(); }), r == 2 ? Code::bad_input : Code::bad_input, {"out is null"}));
+        EXPECT_TRUE(is_error(outcome_of([&] { batch.rows(); }), Code::stale));
+    });
+    round_works();
+}
+
+TEST_P(Async, DeadlineEndsWhatNobodyAnswers) {
+    open(2);
+    DispatchArgs a = args(0);
+    a.timeout_ms = short_ms;
+    PendingDispatch going = at(0).dispatch_async(a);
+    EXPECT_FALSE(going.wait(1));
+    EXPECT_TRUE(is_error(outcome_of([&] { going.wait(); }), Code::timed_out, {"dispatch 1", "rank 1"}));
+    EXPECT_TRUE(is_error(outcome_of([&] { at(1).dispatch_async(args(1)).get(); }), Code::peer_left, {"rank 0"}));
+    // Found by polling, too, and by whoever waits for another.
+    a.timeout_ms = short_ms;
+    going = at(0).dispatch_async(a);
+    const Outcome end = outcome_of([&] {
+        while (!going.poll()) sleep_ms(1);
+    });
+    EXPECT_TRUE(is_error(end, Code::timed_out));
+    EXPECT_EQ(outcome_of([&] { at(1).dispatch(args(1)); }).code, Code::peer_left);
+    round_works();
+}
+
+TEST_P(Async, DestroyedDispatchIsGivenUpForAll) {
+    open(2);
+    on_ranks(2, [&](int r) {
+        if (r == 0)
+            at(0).dispatch_async(args(0));  // destroyed at once, with its rows out or not
+        else
+            EXPECT_TRUE(is_error(outcome_of([&] {
+                                     ExpertBatch batch = at(1).dispatch(args(1));
+                                     Output out = output_of(problem, 1);
+                                     at(1).combine(batch, combine_args(problem, 1, out.data()));
+                                 }),
+                                 Code::peer_left, {"rank 0"}));
+    });
+    round_works();
+    // One that has ended, but was not taken, is a batch dropped.
+    on_ranks(2, [&](int r) {
+        PendingDispatch going = at(r).dispatch_async(args(r));
+        going.wait();
+        if (r == 0) return;
+        ExpertBatch batch = going.get();
+        fill_y(batch, problem, r, batch.y());
+        Output out = output_of(problem, r);
+        EXPECT_TRUE(is_error(outcome_of([&] { at(1).combine(batch, combine_args(problem, r, out.data())); }), Code::peer_left,
+                             {"rank 0 dropped"}));
+    });
+    round_works();
+}
+
+TEST_P(Async, DestroyedCombineWritesNothingAndTheOthersGetTheirs) {
+    open(2);
+    Signal given_up;
+    on_ranks(2, [&](int r) {
+        ExpertBatch batch = dispatched(r);
+        Output out = output_of(problem, r);
+        if (r == 0) {
+            at(0).combine_async(batch, combine_args(problem, 0, out.data()));
+            given_up.raise();
+            return;
+        }
+        given_up.wait();
+        at(1).combine(batch, combine_args(problem, 1, out.data()));
+        EXPECT_EQ(out.difference_from("x", problem.combined[1]), "");
+    });
+    round_works();
+}
+
+TEST_P(Async, CloseEndsWhatWasBegun) {
+    open(2, 3);
+    ExpertBatch batch;
+    std::optional<ExpertBatch> other;
+    on_ranks(2, [&](int r) { r == 0 ? void(batch = dispatched(0)) : void(other = dispatched(1)); });
+    Output out = output_of(problem, 0);
+    PendingCombine coming = at(0).combine_async(batch, combine_args(problem, 0, out.data()));
+    PendingDispatch going = at(0).dispatch_async(args(0));
+    at(0).close();
+    EXPECT_TRUE(going.done() && coming.done());
+    EXPECT_TRUE(is_error(outcome_of([&] { going.wait(); }), Code::stale, {"closed"}));
+    EXPECT_TRUE(is_error(outcome_of([&] { coming.poll(); }), Code::stale, {"closed"}));
+    EXPECT_TRUE(is_error(outcome_of([&] { at(0).dispatch_async(args(0)); }), Code::stale, {"closed"}));
+    EXPECT_TRUE(is_error(outcome_of([&] { at(1).dispatch(args(1)); }), Code::peer_closed, {"rank 0"}));
+}
+
+TEST_P(Async, ShrinkEndsWhatWasBegunAndBringsRanksTogether) {
+    open(2, 3);
+    PendingDispatch a = at(0).dispatch_async(args(0));
+    PendingDispatch b = at(0).dispatch_async(args(0));
+    on_ranks(2, [&](int r) { EXPECT_EQ(at(r).shrink().size(), 2U); });
+    EXPECT_TRUE(is_error(outcome_of([&] { a.wait(); }), Code::stale, {"shrink"}));
+    EXPECT_TRUE(b.done());
+    b = PendingDispatch();
+    for (int i = 0; i < 4; ++i) round_works();
+}
+
+TEST_P(Async, HandleMayOutliveItsSessionAndMove) {
+    open(2);
+    PendingDispatch going = at(0).dispatch_async(args(0));
+    PendingDispatch moved = std::move(going);
+    EXPECT_FALSE(going.valid());
+    EXPECT_TRUE(moved.valid());
+    EXPECT_TRUE(is_error(outcome_of([&] { going.wait(); }), Code::stale));
+    sessions.clear();
+    EXPECT_TRUE(is_error(outcome_of([&] { moved.wait(); }), Code::stale));
+    EXPECT_FALSE(PendingCombine().valid());
+}
+
+// ------------------------------------------------------------------------------------------------------------------- ready
+
+TEST_P(Async, ExpertIsReadyWhenItsSourcesHaveSent) {
+    // Three ranks with one expert each. Expert 0 gets rows of ranks 0 and 1 only; rank 2 sends its counts and no rows for long.
+    Options o = options(2);
+    o.experts = 3;
+    o.topk = 1;
+    o.tokens_max = 1;
+    std::vector<Options> all(3, o);
+    all[2].progress = ProgressBy::caller;
+    sessions = Session::open_local(all);
+    const bool early = GetParam().landing == Landing::packed;
+    Random random(5);
+    const int32_t ids[] = {0, 0, 1};
+    std::vector<std::vector<std::byte>> x(3, std::vector<std::byte>(33 * 2));
+    for (auto& row : x) fill_values(o.dtype, random(), false, 33, row.data());
+    Signal counted, computed;
+    on_ranks(3, [&](int r) {
+        if (r != 2) counted.wait();
+        PendingDispatch going = at(r).dispatch_async({.x = x[static_cast<size_t>(r)].data(), .tokens = 1, .topk_ids = &ids[r]});
+        if (r == 2) {
+            counted.raise(2);
+            if (early) computed.wait();
+        }
+        if (r == 0) {
+            EXPECT_TRUE(is_error(outcome_of([&] { going.ready(1); }), Code::bad_input, {"1 experts"}));
+            if (early) {
+                EXPECT_TRUE(going.wait_expert(0));
+            } else {
+                EXPECT_TRUE(going.wait_expert(0));
+                EXPECT_TRUE(going.done());
+            }
+            EXPECT_TRUE(going.ready(0));
+            ASSERT_EQ(going.rows_of(0), 2);
+            std::vector<std::byte> tile(2 * 33 * 2), plain;
+            going.gather(0, 0, 2, tile.data());
+            plain = x[0];
+            plain.insert(plain.end(), x[1].begin(), x[1].end());
+            EXPECT_EQ(difference("rows", tile, plain), "");
+            std::memcpy(going.y_of(0), tile.data(), tile.size());
+            computed.raise(2);
+        }
+        if (r == 1 && early) {  // its expert lacks rank 2, so nothing of it can be read
+            computed.wait(2);
+            EXPECT_FALSE(going.ready(0));
+            EXPECT_FALSE(going.wait_expert(0, 1));
+            EXPECT_TRUE(is_error(outcome_of([&] { going.rows_of(0); }), Code::bad_input, {"not here yet"}));
+            computed.raise(2);
+        }
+        if (r == 2 && early) computed.wait(4);
+        ExpertBatch batch = going.get();
+        if (r == 1) std::memcpy(batch.y(), batch.row(0).payload, 33 * 2);
+        std::vector<std::byte> out(33 * 2);
+        at(r).combine(batch, {.out = out.data()});
+        EXPECT_EQ(difference("out", out, x[static_cast<size_t>(r)]), "") << r;
+    });
+}
+
+}  // namespace
+}  // namespace switchyard::test
