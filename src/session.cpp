@@ -325,8 +325,7 @@ struct Session::Impl {
     std::vector<int64_t> waits;  // [R] ns that this rank lacked only what that rank, and those behind it, owed
     std::vector<int> pinned;     // [workers-1] CPU of each helper, with option pin
     uint64_t last_epoch = 0;
-    std::vector<Estimate> estimates;  // of landing automatic, cheapest first
-    std::string calibration_source;
+    Chosen chosen;  // of landing automatic
     Patience patience;
     int64_t looked_ns = 0;  // when look() was thorough
     Status untold;          // an error of mine that the other ranks must hear of in the next dispatch
@@ -490,16 +489,10 @@ Status Session::Impl::prepare(Options options, const PlacementTable* table) {
                                              option_text(*find_option("simd"), options), have)};
     }
     options.simd = kernels->simd;
-    if (options.landing == Landing::automatic) {
-        try {
-            const Calibration calibration = load_calibration(calibration_path());
-            calibration_source = calibration.source;
-            estimates = estimate_landings(options, ranks, options.tokens_max, calibration);
-        } catch (const Error& e) {
-            return {e.code(), e.what()};
-        }
-        options.landing = estimates.front().landing;
-        options.group_ranks = estimates.front().group_ranks;
+    try {
+        chosen = choose_landing(options, ranks);
+    } catch (const Error& e) {  // the file of the calibration
+        return {e.code(), e.what()};
     }
     layout::Window window{};
     const int64_t experts = options.experts;
@@ -931,6 +924,8 @@ void Session::Impl::serve() {
     };
     while (!stop.load(std::memory_order_relaxed)) {
         if (look(false) == ep::Progress::done && at == never_ns) {
+            // Again: the post that look() has seen may be that of the end, after which none comes.
+            if (stop.load(std::memory_order_relaxed)) break;
             posts.wait(seen, std::memory_order_acquire);  // pairs with tell_worker()
             continue;
         }
@@ -1115,17 +1110,17 @@ std::string Session::memory_text() const {
 }
 std::string Session::explain() const {
     const Impl& s = impl();
-    if (s.estimates.empty())
+    if (s.chosen.estimates.empty())
         return fmt::format("landing {}, as asked for", option_text(*find_option("landing"), s.rank->options));
     std::string text = fmt::format("landing {}, of these for {} tokens:\n",
                                    option_text(*find_option("landing"), s.rank->options), s.rank->options.tokens_max);
-    for (const Estimate& e : s.estimates) {
+    for (const Estimate& e : s.chosen.estimates) {
         Options o;
         o.landing = e.landing;
         text += fmt::format("  {:<10} {:>10.1f} us {:>12} bytes  {}\n", option_text(*find_option("landing"), o), e.us, e.bytes,
                             e.why);
     }
-    return text + fmt::format("figures: {}", s.calibration_source);
+    return text + fmt::format("figures: {}", s.chosen.figures);
 }
 SessionStats Session::stats() const {
     const Impl::Turn turn(impl());

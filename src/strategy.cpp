@@ -174,6 +174,15 @@ Calibration calibrate() {
     return c;
 }
 
+Chosen choose_landing(Options& options, int64_t ranks) {
+    if (options.landing != Landing::automatic) return {};
+    const Calibration calibration = load_calibration(calibration_path());
+    Chosen chosen{estimate_landings(options, ranks, options.tokens_max, calibration), calibration.source};
+    options.landing = chosen.estimates.front().landing;
+    options.group_ranks = chosen.estimates.front().group_ranks;
+    return chosen;
+}
+
 std::string calibration_path() {
     if (const char* cache = std::getenv("XDG_CACHE_HOME"); cache && *cache)
         return fmt::format("{}/switchyard/calibration", cache);

@@ -198,6 +198,7 @@ class Signal {
         count_ += n;
         count_.notify_all();
     }
+    bool is_raised(int n = 1) const { return count_ >= n; }
     void wait(int n = 1) {
         for (int seen; (seen = count_) < n;) count_.wait(seen);
     }

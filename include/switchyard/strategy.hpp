@@ -48,6 +48,14 @@ struct Estimate {
 SY_API std::vector<Estimate> estimate_landings(const Options& options, int64_t ranks, int64_t tokens,
                                                const Calibration& calibration, bool loadable = true);
 
+/// Replaces landing automatic by the first of these for tokens_max tokens, with load_calibration(calibration_path()); leaves
+/// any other landing alone. Returns the estimates, empty then, and where the figures come from. Throws bad_input.
+struct Chosen {
+    std::vector<Estimate> estimates;
+    std::string figures;
+};
+SY_API Chosen choose_landing(Options& options, int64_t ranks);
+
 /// Bytes that dispatch of these topk_ids [tokens,K] writes on `rank`: what SessionStats::bytes_sent grows by. Exact, for every
 /// landing but automatic; the x place (Session::x) is not used. Throws bad_input.
 SY_API int64_t predicted_bytes(const Options& options, int64_t ranks, int rank, std::span<const int32_t> topk_ids);
