@@ -20,7 +20,9 @@
 #include <thread>
 #include <vector>
 
+#include "quant/numbers.hpp"
 #include "quant/quant.hpp"
+#include "switchyard/accuracy.hpp"
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -1034,6 +1036,74 @@ TEST_P(Quant, GivesTheSameBytesInAnyFloatingPointModeAndRestoresIt) {
     }
 }
 #endif
+
+// -------------------------------------------------------------------------------------------------------------- accuracy
+
+TEST(Accuracy, IsThatOfFourValuesByHand) {
+    // One block of 32, largest 4: mxfp8_e4m3 floor exponent 2 - 8 = -6, so the step at 4 is 32 * 2^-6 = 0.5 and 4.25 rounds to
+    // even 4.
+    std::vector<float> values(32, 0.0F);
+    values[0] = 4, values[1] = 4.25F, values[2] = -1, values[3] = 0.3125F;
+    std::vector<uint16_t> x;
+    for (const float v : values) x.push_back(quant::F16::narrow(v));
+    const Accuracy a =
+        measure_accuracy({.x = x.data(), .rows = 1, .hidden = 32, .dtype = TokenType::f16, .format = {Format::mxfp8_e4m3}});
+    EXPECT_EQ(a.values, 32);
+    EXPECT_DOUBLE_EQ(a.max_error, 0.25);
+    EXPECT_DOUBLE_EQ(a.mean_error, 0.25 / 32);
+    EXPECT_EQ(a.worst_row, 0);
+    EXPECT_EQ(a.worst_column, 1);
+    EXPECT_NEAR(a.snr_db, 10 * std::log10((16 + 18.0625 + 1 + 0.09765625) / 0.0625), 1e-9);
+    EXPECT_FALSE(a.is_poor());
+}
+
+TEST(Accuracy, SeesWhatTheSamplesRecipeLosesAndWhatBecomesZero) {
+    // E5M2 with floor and inf: a block maximum of 1.9 * 2^n rounds beyond the largest finite value.
+    std::vector<uint16_t> x(64, quant::F16::narrow(1.0F));
+    x[40] = quant::F16::narrow(1.9F);
+    RowFormat recipe{.format = Format::mxfp8_e5m2, .mx_overflow = MxOverflow::inf};
+    const Accuracy lost = measure_accuracy({.x = x.data(), .rows = 1, .hidden = 64, .dtype = TokenType::f16, .format = recipe});
+    EXPECT_EQ(lost.lost, 1);
+    EXPECT_EQ(lost.worst_column, 40);
+    EXPECT_TRUE(lost.is_poor());
+    EXPECT_NE(lost.text().find("1 finite values came back"), std::string::npos) << lost.text();
+    recipe.mx_overflow = MxOverflow::saturate;
+    EXPECT_EQ(measure_accuracy({.x = x.data(), .rows = 1, .hidden = 64, .dtype = TokenType::f16, .format = recipe}).lost, 0);
+    // int8_token: beside 1000 a 1 is below half a step of 1000/127.
+    std::vector<uint16_t> skewed = {quant::F16::narrow(1000.0F), quant::F16::narrow(1.0F), quant::F16::narrow(0.0F)};
+    const Accuracy flushed =
+        measure_accuracy({.x = skewed.data(), .rows = 1, .hidden = 3, .dtype = TokenType::f16, .format = {Format::int8_token}});
+    EXPECT_EQ(flushed.flushed, 1);
+}
+
+TEST(Accuracy, UnquantisedRowsAreExactAndNaNIsNotCompared) {
+    const std::vector<uint16_t> x = {0x3C00, 0x7E00, 0x3C00, 0xFFFF};  // 1, NaN | 1 and padding of the stride
+    const Accuracy a =
+        measure_accuracy({.x = x.data(), .rows = 2, .hidden = 1, .row_stride = 2, .dtype = TokenType::f16, .format = {}});
+    EXPECT_EQ(a.values, 2);
+    EXPECT_EQ(a.not_finite, 0);
+    EXPECT_TRUE(std::isinf(a.snr_db));
+    const Accuracy b = measure_accuracy({.x = x.data(), .rows = 1, .hidden = 2, .dtype = TokenType::f16, .format = {}});
+    EXPECT_EQ(b.values, 1);
+    EXPECT_EQ(b.not_finite, 1);
+}
+
+TEST(Accuracy, WhatCannotBeMeasuredIsRefused) {
+    const auto code = [](const AccuracyArgs& args) {
+        try {
+            measure_accuracy(args);
+            return Code::ok;
+        } catch (const Error& e) {
+            return e.code();
+        }
+    };
+    const float x = 1;
+    EXPECT_EQ(code({.x = &x, .rows = 1, .hidden = 0, .format = {}}), Code::bad_input);
+    EXPECT_EQ(code({.x = nullptr, .rows = 1, .hidden = 1, .format = {}}), Code::bad_input);
+    EXPECT_EQ(code({.x = &x, .rows = 1, .hidden = 1, .dtype = TokenType::f32, .format = {Format::int8_token}}),
+              Code::bad_input);
+    EXPECT_EQ(code({.x = &x, .rows = 1, .hidden = 2, .row_stride = 1, .format = {}}), Code::bad_input);
+}
 
 }  // namespace
 }  // namespace switchyard::quant
