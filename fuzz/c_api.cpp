@@ -87,7 +87,7 @@ class Play {
         if (changes & 0x20) o.fp8_scale = in_.below(3);
         if (changes & 0x40) o.expert_alignment = in_.one_of<int64_t>({1, 16, 128, 3});
         if (changes & 0x80) o.deliver_weights = in_.flag();
-        if (changes & 0x100) o.landing = in_.below(5);
+        if (changes & 0x100) o.landing = in_.below(8);
         if (changes & 0x200) o.combine_path = in_.below(4);
         if (changes & 0x400) o.depth = in_.below(5);
         if (changes & 0x800) o.rows_max = in_.byte();

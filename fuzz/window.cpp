@@ -131,7 +131,9 @@ class Group {
         o.rows_max = in_.one_of<int64_t>({8, 40, 200});
         o.depth = 1 + in_.below(2);
         o.dtype = in_.one_of({TokenType::f16, TokenType::bf16, TokenType::f32});
-        o.landing = in_.one_of({Landing::packed, Landing::padded, Landing::in_place});
+        o.landing = in_.one_of(
+            {Landing::packed, Landing::padded, Landing::in_place, Landing::allgather, Landing::two_level, Landing::alltoallv});
+        o.group_ranks = o.landing == Landing::in_place ? ranks_ : o.landing == Landing::two_level ? 1 + in_.below(ranks_) : 1;
         o.combine_path = in_.one_of({CombinePath::automatic, CombinePath::push, CombinePath::read});
         if (o.dtype != TokenType::f32) {
             o.dispatch_quant = static_cast<Format>(in_.below(5));
@@ -233,7 +235,7 @@ class Group {
         std::vector<std::byte> payload(static_cast<size_t>(w.row.payload_bytes));
         std::vector<std::byte> scales(static_cast<size_t>(w.row.scale_bytes()));
         std::vector<float> values(static_cast<size_t>(options_.hidden));
-        const bool at_home = options_.landing == Landing::in_place;
+        const bool at_home = ep::rows_lie_apart(options_.landing);
         for (int64_t i = 0; at_home && i < f.rows; ++i) {
             ExpertBatch::Row row;
             if (!ep::find_row(f, i, &row).ok()) continue;
@@ -326,8 +328,10 @@ class Group {
                       static_cast<int32_t>(in_.number()));
                 break;
             case 7:
-                if (options_.landing == Landing::in_place)
-                    write(r, w.slot(slot) + w.x_ids + 4 * static_cast<uint64_t>(in_.below(static_cast<int>(w.cell_rows))),
+                if (ep::rows_lie_apart(options_.landing))
+                    write(r,
+                          w.slot(slot) + w.x_ids +
+                              4 * static_cast<uint64_t>(in_.below(static_cast<int>(w.shape.sources() * w.cell_rows))),
                           static_cast<int32_t>(in_.number()));
                 break;
             case 8:

@@ -536,8 +536,18 @@ TEST(CApi, AGroupShrinksToTheRanksThatAreLeft) {
     });
 }
 
+int64_t used_landing(const sy_options& options) {
+    Ranks ranks(options, 1);
+    sy_options used = sized<sy_options>();
+    EXPECT_EQ(sy_session_options(ranks[0], &used), SY_OK);
+    return used.landing;
+}
+
 TEST(CApi, ASessionTellsWhatItIsAndWhatItDid) {
-    Ranks ranks(small_options(), 3);
+    EXPECT_NE(used_landing(small_options()), SY_LANDING_AUTO);
+    sy_options options = small_options();
+    options.landing = SY_LANDING_PACKED;
+    Ranks ranks(options, 3);
     ranks.play(round_trip);
     sy_session_info info = sized<sy_session_info>();
     ASSERT_DONE(sy_session_get(ranks[0], &info));
@@ -548,7 +558,7 @@ TEST(CApi, ASessionTellsWhatItIsAndWhatItDid) {
     EXPECT_STRNE(info.simd_name, "");
     sy_options used = sized<sy_options>();
     ASSERT_DONE(sy_session_options(ranks[0], &used));
-    EXPECT_NE(used.landing, SY_LANDING_AUTO);
+    EXPECT_EQ(used.landing, SY_LANDING_PACKED);
     EXPECT_NE(used.combine_path, SY_COMBINE_AUTO);
     EXPECT_NE(used.simd, SY_SIMD_AUTO);
     EXPECT_EQ(used.rows_max, 4 * 2 * 3);
@@ -899,7 +909,9 @@ TEST(CApi, TokensCanBeWrittenInPlace) {
         }
     });
     void* place = &options;
-    Ranks packed(small_options(), 1);
+    options = small_options();
+    options.landing = SY_LANDING_PACKED;
+    Ranks packed(options, 1);
     EXPECT_DONE(sy_session_x(packed[0], &place));
     EXPECT_EQ(place, nullptr);  // no such place with this landing
     EXPECT_REFUSED(SY_BAD_INPUT, "session is null", sy_session_x(nullptr, &place));

@@ -214,7 +214,7 @@ class Slow(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             file = os.path.join(folder, "t.json")
             done = command("trace", "--trace", file, "--ranks", 4, "--bs", 8, "--hidden", 64, "--experts", 8, "--topk", 2,
-                           "--rounds", 40, "--slow", "2:5")
+                           "--rounds", 40, "--slow", "2:5", "--landing", "packed")
             self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
             self.assertRegex(done.stdout, r"rank 2 holds the others up: \d+\.\d+ ms per round each")
             events = json.loads(read(file))["traceEvents"]
@@ -338,6 +338,71 @@ class Balance(unittest.TestCase):
             self.assertEqual(done.returncode, 2, f"{arguments}: {done.stdout}{done.stderr}")
             self.assertEqual(len(done.stderr.strip().splitlines()), 1, done.stderr)
             self.assertIn(said, done.stderr)
+
+
+class Landings(unittest.TestCase):
+    SHAPE = ("--ranks", 3, "--bs", "5,0,9", "--h", 40, "--k", 3, "--experts", 7)
+
+    def setUp(self):
+        self.folder = tempfile.mkdtemp()
+        self.addCleanup(shutil.rmtree, self.folder)
+
+    def right(self, *arguments, **more):
+        done = command(*arguments, **more)
+        self.assertEqual(done.returncode, 0, f"{arguments}: {done.stdout}{done.stderr}")
+        return done
+
+    def test_the_routing_of_a_case_is_checked_without_communication(self):
+        case = os.path.join(GOLDEN, "edge_ragged_drop_f16_mx_sat")
+        lines = [json.loads(line) for line in self.right("verify", case, "--local", "--json").stdout.splitlines()]
+        shape = json.loads(read(os.path.join(case, "case.json")))
+        for line, tokens in zip(lines, shape["tokens_per_rank"], strict=True):
+            self.assertEqual(line["tokens"], tokens)
+            self.assertEqual(sum(line["counts"]) + line["unused"], tokens * shape["topk"])
+            self.assertEqual(sum(line["rows_to"]), sum(line["counts"]))
+        self.assertIn("without communication: right", self.right("verify", "--local", *self.SHAPE).stdout)
+
+    def test_a_bad_id_is_named_with_its_place(self):
+        case = os.path.join(self.folder, "case")
+        shutil.copytree(os.path.join(GOLDEN, "sample_r4_b3_h256_k2_bf16_noquant"), case)
+        path = os.path.join(case, "input/chip_2/expert_ids_2.bin")
+        ids = bytearray(read(path, "rb"))
+        ids[4 * 3:4 * 4] = (1000).to_bytes(4, "little")
+        write(path, ids)
+        done = command("verify", case, "--local")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("rank 2: topk_ids[1][1] is 1000", done.stdout)
+
+    def test_every_landing_gives_the_bytes_of_the_reference(self):
+        said = self.right("verify", "--landings", "--quant-mode", "mxfp8_e5m2", *self.SHAPE).stdout
+        for landing in ("packed", "padded", "in_place", "allgather", "two_level", "alltoallv"):
+            self.assertRegex(said, rf"{landing} +\d+ bytes sent +every byte equals the reference")
+
+    def test_landings_are_estimated_and_auto_takes_the_first(self):
+        home = {"XDG_CACHE_HOME": self.folder}
+        said = self.right("plan", "--landings", "--ranks", 2, "--bs", 64, "--h", 512, "--json", env={**os.environ, **home}).stdout
+        lines = [json.loads(line) for line in said.splitlines()]
+        self.assertEqual(len(lines), 6)
+        self.assertEqual([line["us"] for line in lines], sorted(line["us"] for line in lines))
+        run = self.right("run", "--ranks", 2, "--bs", 64, "--h", 512, "--rounds", 2, "--json", env={**os.environ, **home}).stdout
+        self.assertEqual(json.loads(run.splitlines()[0])["landing"], lines[0]["landing"])
+
+    def test_calibration_is_measured_kept_and_used(self):
+        home = {**os.environ, "XDG_CACHE_HOME": self.folder}
+        said = json.loads(self.right("plan", "--calibrate", "--json", env=home).stdout)
+        self.assertEqual(said["calibration"], os.path.join(self.folder, "switchyard/calibration"))
+        self.assertIn(said["calibration"], self.right("plan", "--landings", "--ranks", 2, env=home).stdout)
+        write(said["calibration"], b"nonsense")
+        done = command("plan", "--landings", "--ranks", 2, env=home)
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("plan --calibrate", done.stderr)
+        done = command("run", "--ranks", 2, "--bs", 2, "--h", 8, "--k", 1, "--rounds", 1, "--timeout", 20, env=home)
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("plan --calibrate", done.stdout + done.stderr)
+
+    def test_accuracy_of_a_format_is_told_on_the_values_that_were_sent(self):
+        said = self.right("run", "--ranks", 2, "--bs", 16, "--h", 256, "--k", 2, "--rounds", 1, "--quant-mode", "mxfp8_e4m3").stdout
+        self.assertRegex(said, r"dispatch_quant mxfp8_e4m3: SNR \d+\.\d dB, error")
 
 
 class Arguments(unittest.TestCase):

@@ -414,6 +414,7 @@ TEST(Needs, AreThoseOfTheWindowThatASessionReserves) {
     o.topk = 8;
     o.experts = 16;
     o.tokens_max = 256;
+    o.landing = Landing::packed;
     inspect::Needs needs;
     ASSERT_TRUE(inspect::needs_of(o, 2, &needs).ok());
     EXPECT_EQ(needs.window_bytes, Session::open_local(o, 2).front().window_bytes());

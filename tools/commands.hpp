@@ -42,9 +42,14 @@ struct VerifyFlags {
     CaseFlags flags;
     std::string folder, output;
     bool json = false;
+    bool local = false, landings = false;  ///< the routing without communication; every landing on threads
     bool sim = false;
     SimulateFlags simulated;
 };
+
+/// What verify --local and --landings do with a case, from a folder or made up. Return the exit code.
+int verify_local(const Case& c, bool json);
+int verify_landings(const Case& c, bool json);
 
 /// Parse what follows the subcommand. Return -1 to go on, else the exit code: 0 after --help, 2 after a mistake, which has been
 /// told in one line. Throw Mistake.

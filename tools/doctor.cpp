@@ -31,6 +31,7 @@
 #include "commands.hpp"
 #include "launch.hpp"
 #include "switchyard/inspect.hpp"
+#include "switchyard/strategy.hpp"
 #include "switchyard/switchyard.h"
 
 namespace switchyard::tools {
@@ -727,6 +728,11 @@ int doctor_command(int argc, char** argv) {
 
     if (flags.ranks.empty()) flags.ranks = std::to_string(std::clamp(static_cast<int>(usable_cpus()), 1, ranks_max));
     Wish w{.c = read_case("", flags), .needs = {}};
+    try {
+        choose_landing(w.c.options, w.c.ranks);
+    } catch (const Error& e) {
+        throw Mistake(e.what());
+    }
     if (const Status s = inspect::needs_of(w.c.options, w.c.ranks, &w.needs); !s.ok()) throw Mistake(s.text());
     const inspect::Build build = inspect::build();
 

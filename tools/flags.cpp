@@ -110,11 +110,16 @@ int parse_verify(int argc, char** argv, VerifyFlags* verify) {
     CLI::App app(
         "Compares golden data with a run's output, byte by byte. With --sim instead: plays seeds in one thread and virtual "
         "time, a group of ranks each over a transport that delays, reorders and repeats, with faults, and checks every result. "
+        "With --local: the routing alone; with --landings: every landing. "
         "With --rounds N or --jitter: a run of so many rounds in processes, see switchyard verify --rounds 1 --help.",
         "switchyard verify");
     app.add_option("DIR", verify->folder, "the case");
     app.add_option("--output", verify->output, "where the run wrote; default DIR/output")->type_name("OUT");
     app.add_flag("--json", verify->json, "one JSON object per file, or per seed that went wrong");
+    app.add_flag(
+        "--local", verify->local,
+        "check the routing of a case, or of one made up by these options, without communication; print who sends what");
+    app.add_flag("--landings", verify->landings, "play the case once with every landing, on threads, against the reference");
     CLI::Option* with_sim =
         app.add_flag("--sim", verify->sim, "play seeds instead; of the options of a case it takes --seed and --simd only");
     SimulateFlags& simulated = verify->simulated;

@@ -1,4 +1,5 @@
 // switchyard plan --balance: loads, recorded or drawn, become a placement table; what it gains and what it costs is printed.
+// switchyard plan --landings: what each landing would cost on this machine. --calibrate: measures the machine for that.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include "commands.hpp"
 #include "switchyard/balance.hpp"
 #include "switchyard/plan.hpp"
+#include "switchyard/strategy.hpp"
 
 namespace switchyard::tools {
 namespace {
@@ -77,17 +79,60 @@ PlacementTable read_table(const std::string& path) {
 
 }  // namespace
 
+namespace {
+
+int calibrate_machine(bool json) {
+    const std::string path = calibration_path();
+    if (!json) fmt::print("plays groups of threads with every landing, some seconds ...\n");
+    const Calibration c = calibrate();
+    save_calibration(c, path);
+    if (json) {
+        fmt::print("{}\n", nlohmann::json{{"calibration", path}, {"cpus", c.cpus}, {"cache_bytes", c.cache_bytes}}.dump());
+        return 0;
+    }
+    fmt::print(
+        "a call {:.0f} ns, a peer {:.0f} ns, a row {:.0f} ns, one that lies apart {:.0f} ns, an id looked at {:.2f} ns\n"
+        "a KiB written in the cache {:.0f} ns, to memory {:.0f} ns; read from the cache {:.0f} ns, from memory {:.0f} ns\n"
+        "{}: sessions with landing auto of this user choose by it from now on\n",
+        c.call, c.peer, c.row, c.row_apart, c.look, c.write_cache, c.write_memory, c.read_cache, c.read_memory, path);
+    return 0;
+}
+
+// One line per landing, cheapest first.
+int estimate_shape(const Case& c, bool json) {
+    const Calibration calibration = load_calibration(calibration_path());
+    const int64_t tokens = *std::max_element(c.tokens.begin(), c.tokens.end());
+    for (const Estimate& e : estimate_landings(c.options, c.ranks, tokens, calibration)) {
+        Options o;
+        o.landing = e.landing;
+        const std::string name = option_text(*find_option("landing"), o);
+        if (json)
+            fmt::print("{}\n", nlohmann::json{{"landing", name}, {"us", e.us}, {"bytes", e.bytes}, {"why", e.why}}.dump());
+        else
+            fmt::print("{:<10} {:>12.1f} us {:>14} bytes a rank   {}\n", name, e.us, e.bytes, e.why);
+    }
+    if (!json) fmt::print("dispatch and one read of every row, slowest rank, even routing; figures: {}\n", calibration.source);
+    return 0;
+}
+
+}  // namespace
+
 int plan_command(int argc, char** argv) {
     CaseFlags flags;
     std::string loads_path, from_path, write_path, choice = "least_loaded";
     double replicas = 25, hot = 2;
     int64_t slots = 0, ranks_per_group = 0, expert_groups = 0, expert_bytes = 0;
-    bool balance = false, json = false;
+    bool balance = false, landings = false, calibrates = false, json = false;
     CLI::App app(
-        "Plans where experts lie, with replicas, from loads that switchyard run --loads has recorded, or from a routing preset "
+        "--landings: what each way to dispatch would cost here; --calibrate measures the machine for that and for landing "
+        "auto. "
+        "--balance: plans where experts lie, with replicas, from loads that switchyard run --loads has recorded, or from a "
+        "routing preset "
         "(--routing, --seed, --bs, 4096 tokens of each rank unless given). Prints loads before and after, and what must move.",
         "switchyard plan");
-    app.add_flag("--balance", balance, "plan the placement of experts (the only plan there is)");
+    app.add_flag("--balance", balance, "plan the placement of experts");
+    app.add_flag("--landings", landings, "estimate every landing for a shape, cheapest first");
+    app.add_flag("--calibrate", calibrates, "measure this machine, once; kept in the cache folder of the user");
     app.add_option("--loads", loads_path, "recorded loads: a line of JSON for each batch")->type_name("FILE");
     app.add_option("--replicas", replicas, "spare slots in percent of the experts")
         ->check(CLI::Range(0.0, 1e5))
@@ -109,7 +154,14 @@ int plan_command(int argc, char** argv) {
     app.add_flag("--json", json, "one JSON object instead of the table");
     flags.add_to(app);
     if (const int code = parse(app, argc, argv); code >= 0) return code;
-    if (!balance) throw Mistake("say what to plan: switchyard plan --balance");
+    if (balance + landings + calibrates != 1) throw Mistake("say what to plan: --balance, --landings or --calibrate");
+    try {
+        if (calibrates) return calibrate_machine(json);
+        if (landings) return estimate_shape(read_case({}, flags), json);
+    } catch (const Error& e) {
+        if (e.code() == Code::bad_input) throw Mistake(e.what());
+        throw;
+    }
 
     if (flags.batch.empty()) flags.batch = "4096";
     std::vector<Loads> lines;

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <fstream>
 #include <optional>
@@ -14,6 +15,7 @@
 #include "commands.hpp"
 #include "launch.hpp"
 #include "simulate.hpp"
+#include "switchyard/accuracy.hpp"
 #include "switchyard/balance.hpp"
 #include "switchyard/session.hpp"
 #include "verify.hpp"
@@ -258,6 +260,17 @@ void play_rank(const Case& c, const RunFlags& run, bool& met) {
         {"wait_by_rank_us", waits},
         {"trace", events},
         {"wrong", wrong}};
+    const auto accuracy = [&](const char* option, const std::vector<std::byte>& values, int64_t rows, const RowFormat& format) {
+        if (format.format == Format::none || rows == 0) return;
+        const Accuracy a = measure_accuracy(
+            {.x = values.data(), .rows = rows, .hidden = c.options.hidden, .dtype = c.options.dtype, .format = format});
+        message["accuracy"][option] = {
+            {"snr_db", std::isinf(a.snr_db) ? 999.0 : a.snr_db}, {"text", a.text()}, {"poor", a.is_poor()}};
+    };
+    accuracy("dispatch_quant", in.x, tokens, c.options.dispatch_format());
+    accuracy("combine_quant", in.y,
+             static_cast<int64_t>(in.y.size()) / std::max<int64_t>(c.options.hidden * c.token_bytes(), 1),
+             c.options.combine_format());
     if (group.rank == 0)
         message["loads"] = {{"dispatches", loads.dispatches}, {"experts", loads.experts}, {"ranks", loads.ranks}};
     if (run.compare) {
@@ -337,6 +350,21 @@ void print_table(const Case& c, const std::vector<nlohmann::json>& ranks, int ro
     fmt::print(
         "\nper round: {} rows, {:.2f} MiB out, {:.2f} MiB home; slowest rank, median: dispatch {:.1f} us, combine {:.1f} us\n",
         sent, mib, home, d, m);
+}
+
+// What the number formats do to the values that were sent: of the rank where it is worst.
+void print_accuracy(const Case& c, const std::vector<nlohmann::json>& ranks) {
+    for (const char* option : {"dispatch_quant", "combine_quant"}) {
+        const nlohmann::json* worst = nullptr;
+        for (const auto& r : ranks)
+            if (r.contains("accuracy") && r["accuracy"].contains(option))
+                if (const auto& a = r["accuracy"][option]; !worst || a["snr_db"] < (*worst)["snr_db"]) worst = &a;
+        if (!worst) continue;
+        fmt::print("{} {}: {}\n", option, option_text(*find_option(option), c.options), (*worst)["text"].get<std::string>());
+        if ((*worst)["poor"].get<bool>())
+            fmt::print("  careful: this format loses much of these values; compare with --{} none\n",
+                       option == std::string_view("dispatch_quant") ? "dispatch-quant" : "combine-quant");
+    }
 }
 
 // What the experts, ranks and steps had of it, and with --compare what they had without the table.
@@ -553,6 +581,7 @@ int parent_main(const RunFlags& run, const Case& c, char** argv) {
         return right ? 0 : 1;
     }
     print_table(c, results, run.rounds);
+    print_accuracy(c, results);
     print_balance(run, results);
     if (run.waits) print_waits(results);
     if (!run.trace.empty()) fmt::print("{} can be opened in ui.perfetto.dev or chrome://tracing\n\n", run.trace);
@@ -628,6 +657,12 @@ int verify_command(int argc, char** argv) {
         simulated.simd = c.options.simd;
         simulated.json = json;
         return simulate(simulated);
+    }
+    if (verify.local || verify.landings) {
+        const Case c = read_case(folder, flags);
+        if (!c.folder.empty()) check_input_files(c);
+        const int code = verify.local ? verify_local(c, json) : 0;
+        return verify.landings ? std::max(code, verify_landings(c, json)) : code;
     }
     if (folder.empty()) throw Mistake("name a case: switchyard verify DIR; or play seeds: switchyard verify --sim");
     const Case c = read_case(folder, flags);

@@ -36,7 +36,8 @@ struct Needs {
                                 ///< tokens_max tokens of every rank; only touched pages cost memory
     int64_t descriptors = 0;    ///< the most files open at a time while the group opens, the program's own not counted
 };
-/// Computes them. bad_input as check_options, capacity when a window fits no address space.
+/// Computes them; landing automatic counts as packed (choose_landing in strategy.hpp chooses as a session does). bad_input as
+/// check_options, capacity when a window fits no address space.
 SY_API Status needs_of(const Options& options, int64_t ranks, Needs* needs);
 
 // ------------------------------------------------------------------------------------------------------------- one window
