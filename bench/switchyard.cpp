@@ -93,10 +93,7 @@ class OurSession final : public Contestant {
         return s.wait_ns_counts + s.wait_ns_rows + s.wait_ns_returned;
     }
 
-    std::vector<int64_t> waited_by_rank() const override {
-        const std::span<const int64_t> waits = session_.wait_ns_by_rank();
-        return {waits.begin(), waits.end()};
-    }
+    std::vector<int64_t> waited_by_rank() const override { return session_.wait_ns_by_rank(); }
 
  private:
     Session session_;

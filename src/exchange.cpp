@@ -5,6 +5,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
+
+#include "core/clock.hpp"
 
 namespace switchyard {
 namespace {
@@ -131,32 +134,65 @@ Options options_of(const ExchangeOptions& o, int ranks) {
 
 }  // namespace
 
+namespace {
+
+// Where payloads are put together and taken apart: [items_max], [items_max * K] rows. Nothing where the one payload is the row.
+struct Buffers {
+    std::unique_ptr<std::byte[]> out, home;
+
+    Status allocate(const ExchangeOptions& o, const RowParts& parts) {
+        if (o.payload_bytes.size() == 1 && parts.bytes == o.payload_bytes[0]) return {};
+        const auto items = static_cast<uint64_t>(std::max<int64_t>(o.items_max, 0));
+        uint64_t bytes = 0;
+        if (!__builtin_mul_overflow(
+                items, static_cast<uint64_t>(parts.bytes) * static_cast<uint64_t>(std::max<int64_t>(o.topk, 1)), &bytes))
+            try {
+                out = std::make_unique_for_overwrite<std::byte[]>(items * static_cast<uint64_t>(parts.bytes));
+                home = std::make_unique_for_overwrite<std::byte[]>(bytes);
+                return {};
+            } catch (const std::bad_alloc&) {
+            }
+        return {Code::system,
+                fmt::format("exchange: no memory for {} items of {} payloads with {} answers each. Lower items_max.",
+                            o.items_max, o.payload_bytes.size(), o.topk)};
+    }
+};
+
+// What is wrong with the options of one rank, its memory included.
+Status prepare(const ExchangeOptions& o, int ranks, Buffers& buffers) {
+    if (Status s = check(o, ranks); !s.ok()) return s;
+    return buffers.allocate(o, RowParts(o.payload_bytes));
+}
+
+// A number for what a row is made of. FNV-1a.
+uint64_t number_of(const std::vector<int64_t>& payload_bytes) {
+    uint64_t h = 0xCBF29CE484222325;
+    for (const int64_t bytes : payload_bytes)
+        for (int i = 0; i < 8; ++i) h = (h ^ (static_cast<uint64_t>(bytes) >> (8 * i) & 0xFF)) * 0x100000001B3;
+    return h;
+}
+
+}  // namespace
+
 struct Exchange::Impl {
     Session session;
     ExchangeOptions options;
     const RowParts parts;
     const bool as_they_are;  // the one payload is the row
-    std::unique_ptr<std::byte[]> out,
-        home;                       // [items_max], [items_max * K] rows, where payloads are put together and taken apart
-    std::vector<int64_t> expected;  // [R]
-    std::vector<int32_t> indices;   // of alltoallv
+    const Buffers buffers;
+    std::vector<int32_t> indices;  // of alltoallv
 
-    Impl(Session opened, const ExchangeOptions& given)
+    Impl(Session opened, const ExchangeOptions& given, Buffers&& made)
         : session(std::move(opened)),
           options(given),
           parts(given.payload_bytes),
-          as_they_are(given.payload_bytes.size() == 1 && parts.bytes == given.payload_bytes[0]) {
+          as_they_are(given.payload_bytes.size() == 1 && parts.bytes == given.payload_bytes[0]),
+          buffers(std::move(made)) {
         const Options& used = session.options();
         options.experts = used.experts;
         options.rows_max = used.rows_max;
         options.strategy = used.landing;
         options.group_ranks = used.group_ranks;
-        const auto items = static_cast<size_t>(options.items_max), bytes = static_cast<size_t>(parts.bytes);
-        if (!as_they_are) {
-            out = std::make_unique_for_overwrite<std::byte[]>(items * bytes);
-            home = std::make_unique_for_overwrite<std::byte[]>(items * static_cast<size_t>(options.topk) * bytes);
-        }
-        expected.resize(static_cast<size_t>(session.size()));
     }
 
     // Rows of the items in one piece, at `to`.
@@ -170,11 +206,15 @@ struct Exchange::Impl {
     }
 };
 
+// A rank that refuses still meets the others, with a session that cannot be, so that all of them get an error.
 Exchange Exchange::open(const ExchangeOptions& options, const Group& group) {
-    const Status wrong = check(options, group.size);
+    Buffers buffers;
+    const Status wrong = prepare(options, group.size, buffers);
+    Options below = options_of(options, group.size);
+    if (!wrong.ok()) below.hidden = 0;
     try {
-        Session session = Session::open(options_of(options, group.size), group);
-        return Exchange(std::make_shared<Impl>(std::move(session), options));
+        Session session = Session::open_rows(below, group, number_of(options.payload_bytes));
+        return Exchange(std::make_shared<Impl>(std::move(session), options, std::move(buffers)));
     } catch (const Error&) {
         if (!wrong.ok()) throw Error(wrong);
         throw;
@@ -188,16 +228,17 @@ std::vector<Exchange> Exchange::open_local(const ExchangeOptions& options, int r
 std::vector<Exchange> Exchange::open_local(std::span<const ExchangeOptions> options) {
     const auto ranks = static_cast<int>(options.size());
     std::vector<Options> below;
-    Status wrong;
-    for (const ExchangeOptions& o : options) {
-        if (wrong.ok()) wrong = check(o, ranks);
-        below.push_back(options_of(o, ranks));
+    std::vector<uint64_t> rows;
+    std::vector<Buffers> buffers(options.size());
+    for (size_t r = 0; r < options.size(); ++r) {
+        if (const Status wrong = prepare(options[r], ranks, buffers[r]); !wrong.ok()) throw Error(wrong);
+        below.push_back(options_of(options[r], ranks));
+        rows.push_back(number_of(options[r].payload_bytes));
     }
-    if (!wrong.ok()) throw Error(wrong);
-    std::vector<Session> sessions = Session::open_local(below);
+    std::vector<Session> sessions = Session::open_local_rows(below, {}, rows);
     std::vector<Exchange> all;
     for (size_t r = 0; r < sessions.size(); ++r)
-        all.push_back(Exchange(std::make_shared<Impl>(std::move(sessions[r]), options[r])));
+        all.push_back(Exchange(std::make_shared<Impl>(std::move(sessions[r]), options[r], std::move(buffers[r]))));
     return all;
 }
 
@@ -254,8 +295,14 @@ Received Exchange::send(const SendArgs& args) {
         below.x = args.payloads[0];
     } else if (is_readable) {
         // Straight to where the other ranks read, if rows stay at home.
-        auto* to = static_cast<std::byte*>(s.session.x());
-        if (!to) to = s.out.get();
+        std::byte* to = nullptr;
+        const int64_t start_ns = now_ns(), timeout_ms = args.timeout_ms > 0 ? args.timeout_ms : o.timeout_ms;
+        try {
+            to = static_cast<std::byte*>(s.session.x(timeout_ms));
+        } catch (const Error&) {  // the dispatch meets the same, and takes its epoch, so that ranks stay in step
+            below.timeout_ms = std::max<int64_t>(1, timeout_ms - (now_ns() - start_ns) / 1'000'000);
+        }
+        if (!to) to = s.buffers.out.get();
         s.put_together(args, to);
         below.x = to;
     }
@@ -263,7 +310,7 @@ Received Exchange::send(const SendArgs& args) {
     Received r;
     r.batch_ = s.session.dispatch(below);
     r.exchange_ = impl_;
-    r.options_ = &o;
+    r.parts_ = &s.parts.at;
 
     // The tables of the routing, as the engine has used it.
     const std::span<const int32_t> running = r.batch_.ep_recv_count();
@@ -307,7 +354,7 @@ void Exchange::send_back(Received& rows, const SendBackArgs& args) {
     Impl& s = impl();
     if (rows.exchange_ && rows.exchange_ != impl_) refuse(Code::stale, "send_back of rows that another exchange received.");
     const std::vector<int64_t> mine = std::move(rows.permutation_);
-    std::byte* home = s.as_they_are ? static_cast<std::byte*>(args.payloads[0]) : s.home.get();
+    std::byte* home = s.as_they_are ? static_cast<std::byte*>(args.payloads[0]) : s.buffers.home.get();
     rows.exchange_.reset();
     s.session.combine(rows.batch_, {.rows = home, .timeout_ms = args.timeout_ms});
     if (s.as_they_are) return;
@@ -323,31 +370,31 @@ void Exchange::send_back(Received& rows, const SendBackArgs& args) {
 
 namespace {
 
-int64_t part_at(const ExchangeOptions& options, int p) {
-    if (p < 0 || static_cast<size_t>(p) >= options.payload_bytes.size())
-        refuse(Code::bad_input, fmt::format("payload {} of an exchange with {}.", p, options.payload_bytes.size()));
-    return RowParts(options.payload_bytes).at[static_cast<size_t>(p)];
+int64_t part_at(const std::vector<int64_t>& parts, int p) {
+    if (p < 0 || static_cast<size_t>(p) >= parts.size())
+        refuse(Code::bad_input, fmt::format("payload {} of an exchange with {}.", p, parts.size()));
+    return parts[static_cast<size_t>(p)];
 }
 
 }  // namespace
 
-const ExchangeOptions& Received::options() const {
+const std::vector<int64_t>& Received::parts() const {
     if (!exchange_) refuse(Code::stale, "the rows of this send have been sent back, or moved away.");
-    return *options_;
+    return *parts_;
 }
 int64_t Received::rows() const {
     return batch_.rows();
 }
 Received::Rows Received::payload(int p) const {
-    const int64_t at = part_at(options(), p);
+    const int64_t at = part_at(parts(), p);
     return {static_cast<const std::byte*>(batch_.expand_x()) + at, batch_.payload_bytes()};
 }
 const std::byte* Received::row(int p, int64_t i) const {
-    const int64_t at = part_at(options(), p);
+    const int64_t at = part_at(parts(), p);
     return batch_.row(i).payload + at;
 }
 Received::Answers Received::answer(int p) const {
-    const int64_t at = part_at(options(), p);
+    const int64_t at = part_at(parts(), p);
     return {static_cast<std::byte*>(batch_.y()) + at, batch_.payload_bytes()};
 }
 std::span<const int32_t> Received::source_info() const {

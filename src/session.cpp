@@ -1,4 +1,4 @@
-// Opens everything, waits, and throws: the only file of the library that does the latter two.
+// Opens sessions, and is the only file of the engine that waits for other ranks in a call.
 #include "switchyard/session.hpp"
 
 #include <fmt/format.h>
@@ -64,6 +64,8 @@ struct CardHead {
     uint64_t cpus = 0;        // a number for the CPUs this rank may run on: ranks with the same one share them
     uint64_t table = 0;       // hash of the placement table
     uint64_t has_table = 0;   // 1 or 0
+    uint64_t rows = 0;        // what rows are made of: of an exchange its payloads
+    uint64_t automatic = 0;   // 1: landing auto chose the landing
 };
 
 uint64_t number_of(const std::vector<int>& cpus) {
@@ -88,7 +90,8 @@ std::vector<int> own_cpus(const std::vector<std::vector<std::byte>>& cards, size
     return share_of(allowed_cpus(), before, all);
 }
 
-std::vector<std::byte> make_card(const Options& options, const PlacementTable* table, const Status& refusal) {
+std::vector<std::byte> make_card(const Options& options, const PlacementTable* table, uint64_t rows, bool automatic,
+                                 const Status& refusal) {
     std::vector<int64_t> values;
     for (const OptionInfo& info : option_table())
         if (info.agreed) values.push_back(info.get(options));
@@ -96,6 +99,8 @@ std::vector<std::byte> make_card(const Options& options, const PlacementTable* t
     head.options = static_cast<uint32_t>(values.size());
     head.cpus = number_of(allowed_cpus());
     if (table) head.table = table->hash(), head.has_table = 1;
+    head.rows = rows;
+    head.automatic = automatic;
     head.refusal_code = static_cast<uint32_t>(refusal.code());
     head.text_bytes = static_cast<uint32_t>(std::min<size_t>(refusal.text().size(), 4096));
     std::vector<std::byte> card(sizeof head + values.size() * 8 + head.text_bytes);
@@ -149,11 +154,19 @@ Status compare_cards(const std::vector<std::vector<std::byte>>& cards) {
                 Options a, b;
                 info.set(a, first[i]);
                 info.set(b, values[i]);
-                return {Code::mismatch, fmt::format("option {}: rank 0 has {}, rank {} has {}. Give all ranks the same.",
-                                                    info.name, option_text(info, a), r, option_text(info, b))};
+                std::string text = fmt::format("option {}: rank 0 has {}, rank {} has {}. Give all ranks the same.", info.name,
+                                               option_text(info, a), r, option_text(info, b));
+                if (head.automatic || first_head.automatic)
+                    text +=
+                        " With landing auto each rank chose by the calibration in its cache folder and by the machine as it "
+                        "sees it: name a landing, or give all ranks the same HOME and CPUs.";
+                return {Code::mismatch, std::move(text)};
             }
             ++i;
         }
+        if (head.rows != first_head.rows)
+            return {Code::mismatch,
+                    fmt::format("payload_bytes: rank {} has others than rank 0. Give all ranks the same payloads.", r)};
         if (head.has_table != first_head.has_table || head.table != first_head.table)
             return {Code::mismatch,
                     fmt::format("placement table: rank 0 has {}, rank {} has {} (hash). Give all ranks the same.",
@@ -401,7 +414,8 @@ struct Session::Impl {
     bool begin_posted(uint32_t& seen);
     void serve();
 
-    static std::shared_ptr<Impl> open(const Options& options, std::unique_ptr<Transport> link, const PlacementTable* table);
+    static std::shared_ptr<Impl> open(const Options& options, std::unique_ptr<Transport> link, const PlacementTable* table,
+                                      uint64_t rows);
 
     /// What this rank can find wrong alone; otherwise everything it needs is allocated, down to the last thread.
     Status prepare(Options options, const PlacementTable* table);
@@ -434,13 +448,16 @@ struct Session::Impl {
             if (f.open) ep::drop(*rank, f);  // model: close_drops
     }
 
-    void refuse_ended(const char* call) const {
+    void refuse_closed(const char* call) const {
         if (closed) throw Error(Status(Code::stale, fmt::format("{} on a session that was closed. Open a new one.", call)));
         if (!rank->here())
             throw Error(
                 Status(Code::stale, fmt::format("{} in process {} on a session of process {}: a forked child has no windows. "
                                                 "Fork first, then open.",
                                                 call, getpid(), rank->born.process())));
+    }
+    void refuse_ended(const char* call) const {
+        refuse_closed(call);
         if (regrouping)
             throw Error(
                 Status(Code::stale, fmt::format("{} on a session whose shrink() has not ended well. Call shrink() again, "
@@ -529,13 +546,14 @@ Status Session::Impl::prepare(Options options, const PlacementTable* table) {
 }
 
 std::shared_ptr<Session::Impl> Session::Impl::open(const Options& options, std::unique_ptr<Transport> link,
-                                                   const PlacementTable* table) {
+                                                   const PlacementTable* table, uint64_t rows) {
     auto impl = std::make_shared<Impl>(std::move(link));
     const Deadline deadline = Deadline::after_ms(options.timeout_ms >= 1 ? options.timeout_ms : Options().timeout_ms);
 
     // A rank that refuses still meets the others, so that all of them get the error.
     const Status refusal = impl->prepare(options, table);
-    const std::vector<std::byte> card = make_card(refusal.ok() ? impl->rank->options : options, table, refusal);
+    const std::vector<std::byte> card =
+        make_card(refusal.ok() ? impl->rank->options : options, table, rows, options.landing == Landing::automatic, refusal);
     std::vector<std::vector<std::byte>> cards;
     throw_if(impl->link->attach({.card = card,
                                  .window_bytes = refusal.ok() ? impl->rank->window.bytes : 0,
@@ -575,11 +593,15 @@ std::unique_ptr<Transport> transport_of(const Group& group) {
 }  // namespace
 
 Session Session::open(const Options& options, const Group& group) {
-    return Session(Impl::open(options, transport_of(group), nullptr));
+    return open_rows(options, group, 0);
 }
 
 Session Session::open(const Options& options, const Group& group, const PlacementTable& table) {
-    return Session(Impl::open(options, transport_of(group), &table));
+    return Session(Impl::open(options, transport_of(group), &table, 0));
+}
+
+Session Session::open_rows(const Options& options, const Group& group, uint64_t rows) {
+    return Session(Impl::open(options, transport_of(group), nullptr, rows));
 }
 
 std::vector<Session> Session::open_local(const Options& options, int ranks) {
@@ -593,6 +615,11 @@ std::vector<Session> Session::open_local(const Options& options, const Placement
 }
 
 std::vector<Session> Session::open_local(std::span<const Options> options, std::span<const PlacementTable> tables) {
+    return open_local_rows(options, tables, {});
+}
+
+std::vector<Session> Session::open_local_rows(std::span<const Options> options, std::span<const PlacementTable> tables,
+                                              std::span<const uint64_t> rows) {
     if (options.empty()) throw Error(Status(Code::bad_input, "open_local: no ranks; give one Options per rank."));
     if (!tables.empty() && tables.size() != options.size())
         throw Error(Status(Code::bad_input, fmt::format("open_local: {} tables for {} ranks; give one per rank, or none.",
@@ -606,7 +633,8 @@ std::vector<Session> Session::open_local(std::span<const Options> options, std::
         for (size_t r = 0; r < options.size(); ++r)
             threads.emplace_back([&, r] {
                 try {
-                    impls[r] = Impl::open(options[r], std::move(links[r]), tables.empty() ? nullptr : &tables[r]);
+                    impls[r] = Impl::open(options[r], std::move(links[r]), tables.empty() ? nullptr : &tables[r],
+                                          rows.empty() ? 0 : rows[r]);
                 } catch (...) {
                     errors[r] = std::current_exception();
                 }
@@ -913,7 +941,7 @@ void Session::Impl::serve() {
         const std::lock_guard<std::mutex> lock(moving);
         const bool is_new = begin_posted(seen);
         move(thorough);
-        at = std::min(first_deadline(), alarm_ns.load(std::memory_order_relaxed));
+        at = active.empty() ? never_ns : std::min(first_deadline(), alarm_ns.load(std::memory_order_relaxed));
         start = active.empty() ? 0 : active.front()->deadline.start_ns;
         if (watched && watched->dispatch.has_rows_of(*rank, *watched->flight, watched_expert)) {
             watched = nullptr;
@@ -939,8 +967,9 @@ void Session::Impl::serve() {
                 const std::lock_guard<std::mutex> lock(moving);
                 expire();
             });
-        if (now_ns() >= alarm_ns.load(std::memory_order_relaxed)) {
-            alarm_ns.store(never_ns, std::memory_order_relaxed);
+        // Unless the caller has set another one meanwhile.
+        int64_t rings = alarm_ns.load(std::memory_order_relaxed);
+        if (now_ns() >= rings && alarm_ns.compare_exchange_strong(rings, never_ns, std::memory_order_relaxed)) {
             ends.fetch_add(1, std::memory_order_release);
             ends.notify_all();
         }
@@ -981,7 +1010,7 @@ void Session::progress() {
     if (!s.closed && s.rank->here()) s.look();
 }
 
-void* Session::x() {
+void* Session::x(int64_t timeout_ms) {
     Impl& s = impl();
     s.refuse_ended("x");
     const Options& o = s.rank->options;
@@ -994,7 +1023,7 @@ void* Session::x() {
     next.epoch = epoch;
     next.slot = epoch % static_cast<uint64_t>(o.depth);
     s.gate.begin_gate(*s.rank, next);  // model: x_gate
-    const Deadline deadline = s.deadline(0);
+    const Deadline deadline = s.deadline(timeout_ms);
     Status late;
     const ep::Progress end =
         Waiter(*s.rank, s.patience)
@@ -1002,7 +1031,10 @@ void* Session::x() {
                 deadline,
                 [&](bool thorough) {
                     const Impl::Turn turn(s);
-                    if (!s.progress) s.move(thorough);  // a peer may wait for one of these before it closes that epoch
+                    if (!s.progress) {  // a peer may wait for one of these before it closes that epoch
+                        s.move(thorough);
+                        if (now_ns() >= s.first_deadline()) s.expire();
+                    }
                     return s.gate.poll(*s.rank, thorough);
                 },
                 [&](int64_t ns) {
@@ -1022,8 +1054,8 @@ void* Session::x() {
 
 std::vector<int> Session::shrink(const ShrinkArgs& args) {
     Impl& s = impl();
-    const bool again = std::exchange(s.regrouping, false);
-    s.refuse_ended("shrink");
+    const bool again = s.regrouping;  // and stays so until it has ended well
+    s.refuse_closed("shrink");
     if (args.timeout_ms < 0)
         throw Error(Status(Code::bad_input, fmt::format("shrink: timeout_ms is {}; allowed: 0 (the session's) or milliseconds.",
                                                         args.timeout_ms)));
@@ -1150,7 +1182,8 @@ void Session::reset_loads() {
     std::fill(r.seen.begin(), r.seen.end(), 0);
     r.seen_dispatches = 0;
 }
-std::span<const int64_t> Session::wait_ns_by_rank() const {
+std::vector<int64_t> Session::wait_ns_by_rank() const {
+    const Impl::Turn turn(impl());
     return impl().waits;
 }
 
@@ -1461,6 +1494,9 @@ const ep::Flight& PendingDispatch::ready_flight(int64_t expert) const {
     if (!operation_) operation("rows");
     check_expert(*static_cast<Session::Impl*>(session_.get())->rank, expert);
     if (!ended_well_) operation("rows");
+    const ep::Flight& f = *operation_->flight;
+    if (ended_well_ && (!f.open || f.epoch != epoch_ || !f.rank->here()))  // by shrink, close or its batch's combine
+        throw Error(Status(Code::stale, fmt::format("the batch of epoch {} has ended; its rows are gone.", epoch_)));
     if (!has_rows_of(expert))
         throw Error(
             Status(Code::bad_input, fmt::format("dispatch {}: the rows of local expert {} are not here yet. Ask ready() "

@@ -6,14 +6,15 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <charconv>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <sstream>
 #include <thread>
 
 #include "core/clock.hpp"
@@ -58,45 +59,52 @@ double measure(const Options& options, int ranks) {
     std::vector<std::thread> threads;
     std::atomic<int> go{0};         // rounds that rank 0 has opened; -1: enough
     std::atomic<uint64_t> seen{0};  // so that reading is not left out
-    for (int r = 0; r < ranks; ++r)
-        threads.emplace_back([&, r] {
-            try {
-                Session& session = sessions[static_cast<size_t>(r)];
-                const auto slots = static_cast<size_t>(options.tokens_max * options.topk);
-                std::vector<std::byte> x(static_cast<size_t>(options.tokens_max * options.hidden) * 2, std::byte{1}),
-                    out(x.size());
-                std::vector<int32_t> ids(slots);
-                for (size_t i = 0; i < slots; ++i)
-                    ids[i] = static_cast<int32_t>((i * 2654435761U + static_cast<size_t>(r) * 40503U) >> 7 & 0xFFFF) %
-                             static_cast<int32_t>(options.experts);
-                const int64_t start = now_ns();
-                for (int round = 0;; ++round) {
-                    // All ranks stop after the same round: rank 0 says so before it opens the next one.
-                    if (r == 0) {
-                        const bool more = round < warm_up + rounds_min || (round < rounds_max && now_ns() - start < enough_ns);
-                        go.store(more ? round + 1 : -1, std::memory_order_release);
-                        go.notify_all();
-                        if (!more) break;
-                    } else {
-                        for (int open = go.load(std::memory_order_acquire); open != -1 && open <= round;
-                             open = go.load(std::memory_order_acquire))
-                            go.wait(open, std::memory_order_acquire);
-                        if (go.load(std::memory_order_acquire) == -1) break;
-                    }
-                    const int64_t begin = now_ns();
-                    ExpertBatch batch = session.dispatch({.x = x.data(), .tokens = options.tokens_max, .topk_ids = ids.data()});
-                    uint64_t sum = 0;
-                    for (int64_t i = 0; i < batch.rows(); ++i) sum += read_row(batch.row(i).payload, batch.payload_bytes());
-                    if (round >= warm_up) us[static_cast<size_t>(r)].push_back(static_cast<double>(now_ns() - begin) / 1000);
-                    seen.fetch_add(sum, std::memory_order_relaxed);
-                    session.combine(batch, {.out = out.data()});
+    const auto play = [&](int r) {
+        try {
+            Session& session = sessions[static_cast<size_t>(r)];
+            const auto slots = static_cast<size_t>(options.tokens_max * options.topk);
+            std::vector<std::byte> x(static_cast<size_t>(options.tokens_max * options.hidden) * 2, std::byte{1}), out(x.size());
+            std::vector<int32_t> ids(slots);
+            for (size_t i = 0; i < slots; ++i)
+                ids[i] = static_cast<int32_t>((i * 2654435761U + static_cast<size_t>(r) * 40503U) >> 7 & 0xFFFF) %
+                         static_cast<int32_t>(options.experts);
+            const int64_t start = now_ns();
+            for (int round = 0;; ++round) {
+                // All ranks stop after the same round: rank 0 says so before it opens the next one.
+                if (r == 0) {
+                    const bool more = round < warm_up + rounds_min || (round < rounds_max && now_ns() - start < enough_ns);
+                    go.store(more ? round + 1 : -1, std::memory_order_release);
+                    go.notify_all();
+                    if (!more) break;
+                } else {
+                    for (int open = go.load(std::memory_order_acquire); open != -1 && open <= round;
+                         open = go.load(std::memory_order_acquire))
+                        go.wait(open, std::memory_order_acquire);
+                    if (go.load(std::memory_order_acquire) == -1) break;
                 }
-            } catch (...) {
-                errors[static_cast<size_t>(r)] = std::current_exception();
-                go.store(-1);
-                go.notify_all();
+                const int64_t begin = now_ns();
+                ExpertBatch batch = session.dispatch({.x = x.data(), .tokens = options.tokens_max, .topk_ids = ids.data()});
+                uint64_t sum = 0;
+                for (int64_t i = 0; i < batch.rows(); ++i) sum += read_row(batch.row(i).payload, batch.payload_bytes());
+                if (round >= warm_up) us[static_cast<size_t>(r)].push_back(static_cast<double>(now_ns() - begin) / 1000);
+                seen.fetch_add(sum, std::memory_order_relaxed);
+                session.combine(batch, {.out = out.data()});
             }
-        });
+        } catch (...) {
+            errors[static_cast<size_t>(r)] = std::current_exception();
+            go.store(-1);
+            go.notify_all();
+        }
+    };
+    try {
+        for (int r = 0; r < ranks; ++r) threads.emplace_back(play, r);
+    } catch (const std::system_error& e) {
+        errors[0] = std::make_exception_ptr(Error(Status(
+            Code::system, fmt::format("calibrate: thread {} of {} cannot be started: {}.", threads.size(), ranks, e.what()))));
+        go.store(-1);
+        go.notify_all();
+        for (Session& s : sessions) s.close();  // those that play stop waiting
+    }
     for (std::thread& t : threads) t.join();
     for (const std::exception_ptr& e : errors)
         if (e) std::rethrow_exception(e);
@@ -201,20 +209,20 @@ Calibration load_calibration(const std::string& path) {
     };
     std::string text;
     if (!std::getline(file, text) || text != head) throw bad(fmt::format("it does not begin with \"{}\"", head));
-    size_t found = 0;
-    bool has_cpus = false;
+    std::array<bool, std::size(lines)> found{};
     while (std::getline(file, text)) {
-        std::istringstream words(text);
-        std::string name;
+        const size_t space = std::min(text.find(' '), text.size());
         double value = 0;
-        if (!(words >> name >> value) || !std::isfinite(value) || value < 0)
+        const char* end = text.data() + text.size();
+        const auto [after, error] = std::from_chars(text.data() + std::min(space + 1, text.size()), end, value);
+        if (error != std::errc() || after != end || !std::isfinite(value) || value < 0)
             throw bad(fmt::format("\"{}\" is no name and number", text));
-        for (const Line& line : lines)
-            if (name == line.name) c.*line.price = value, ++found;
-        if (name == "cpus") has_cpus = true;
-        // On other CPUs than were measured the figures still stand; how many ranks work at a time is that of today.
+        // Others (cpus) only tell where it was measured: how many ranks work at a time is that of today.
+        for (size_t i = 0; i < found.size(); ++i)
+            if (text.compare(0, space, lines[i].name) == 0) c.*lines[i].price = value, found[i] = true;
     }
-    if (found != std::size(lines) || !has_cpus) throw bad(fmt::format("it has {} of {} figures", found, std::size(lines)));
+    if (const auto missing = std::find(found.begin(), found.end(), false); missing != found.end())
+        throw bad(fmt::format("it has no {}", lines[missing - found.begin()].name));
     c.source = path;
     return c;
 }

@@ -99,7 +99,11 @@ WeightTransfer move_weights(Session& mover, const PlacementTable& from, const Pl
     for (int64_t round = 0; round < done.rounds; ++round) {
         const auto mine = static_cast<int64_t>(items.size());
         const int64_t first = std::min(round * o.tokens_max, mine), last = std::min(first + o.tokens_max, mine);
-        auto* x = static_cast<std::byte*>(mover.x());
+        std::byte* x = nullptr;
+        try {
+            x = static_cast<std::byte*>(mover.x());
+        } catch (const Error&) {  // the dispatch meets the same, and takes its epoch, so that ranks stay in step
+        }
         if (!x) staging.resize(static_cast<size_t>((last - first) * chunk_bytes)), x = staging.data();
         ids.clear();
         for (int64_t i = first; i < last; ++i) {

@@ -412,6 +412,19 @@ TEST_P(Async, ShrinkEndsWhatWasBegunAndBringsRanksTogether) {
     for (int i = 0; i < 4; ++i) round_works();
 }
 
+TEST_P(Async, RowsOfAHandleEndWithItsEpoch) {
+    std::vector<Session> alone = Session::open_local(options(1), 1);
+    Session& session = alone[0];
+    const std::vector<std::byte> x(33 * 2);
+    const int32_t ids[] = {0, 1};
+    PendingDispatch going = session.dispatch_async({.x = x.data(), .tokens = 1, .topk_ids = ids});
+    going.wait();
+    EXPECT_EQ(going.rows_of(0), 1);
+    EXPECT_EQ(session.shrink(), std::vector<int>{0});
+    EXPECT_TRUE(is_error(outcome_of([&] { going.rows_of(0); }), Code::stale));
+    EXPECT_TRUE(is_error(outcome_of([&] { going.y_of(0); }), Code::stale));
+}
+
 TEST_P(Async, HandleMayOutliveItsSessionAndMove) {
     open(2);
     PendingDispatch going = at(0).dispatch_async(args(0));

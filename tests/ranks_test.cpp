@@ -852,6 +852,29 @@ TEST(RanksOpen, SurvivorsOfADeathMeetUnderTheSameNameWithNewRanks) {
     all.end_of(2);
 }
 
+TEST(RanksOpen, ARestartedRankTakesTheNumberOfTheDeadOneAgain) {
+    const Options o = options_of(3);
+    const Problem p = problem_of(o, 3);
+    Processes all(4, [&](const Part& part) {
+        const int rank = part.rank() == 3 ? 1 : part.rank();  // process 3 is rank 1, started anew
+        if (part.rank() == 3) {
+            part.wait();
+        } else {
+            Session session = Session::open(o, group_of(rank, 3));
+            part.expect_nothing(difference_of_round(session, p));
+            if (rank == 1) part.die_here();
+            part.expect_error(Code::peer_lost, 1, [&] { session.dispatch(dispatch_args(p, rank)); });
+            part.say("lost");
+        }
+        Session session = Session::open(o, group_of(rank, 3));
+        for (int i = 0; i < 3; ++i) part.expect_nothing(difference_of_round(session, p));
+    });
+    all.await(0, "lost");
+    all.await(2, "lost");
+    all.go(3);
+    for (const int process : {0, 2, 3}) all.end_of(process);
+}
+
 TEST(RanksOpen, WrongTokenIsRefusedAndDoesNotJoin) {
     Processes all(2, [&](const Part& part) {
         Options o = options_of(2);

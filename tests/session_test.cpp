@@ -1567,6 +1567,8 @@ TEST(Shrink, OpenBatchesEndAndBadArgumentsAreRefused) {
     EXPECT_TRUE(is_error(outcome_of([&] { sessions[0].x(); }), Code::stale));
     EXPECT_EQ(outcome_of([&] { sessions[0].shrink({.timeout_ms = short_ms, .kill_missing = true}); }).code, Code::timed_out)
         << "a thread cannot be killed";
+    EXPECT_TRUE(is_error(outcome_of([&] { sessions[0].shrink({.timeout_ms = -1}); }), Code::bad_input));
+    EXPECT_TRUE(is_error(outcome_of([&] { sessions[0].dispatch({}); }), Code::stale)) << "bad arguments end nothing";
     on_ranks(2, [&](int r) {
         Session& s = sessions[static_cast<size_t>(r)];
         EXPECT_EQ(s.shrink(), (std::vector<int>{0, 1}));
@@ -1658,7 +1660,7 @@ TEST_P(EveryWay, WaitsAreCountedForTheRankThatWasLate) {
     });
     for (int r = 0; r < 3; ++r) {
         SCOPED_TRACE("rank " + std::to_string(r));
-        const std::span<const int64_t> waits = at(r).wait_ns_by_rank();
+        const std::vector<int64_t> waits = at(r).wait_ns_by_rank();
         ASSERT_EQ(waits.size(), 3U);
         const SessionStats s = at(r).stats();
         EXPECT_EQ(waits[0] + waits[1] + waits[2], s.wait_ns_counts + s.wait_ns_rows + s.wait_ns_returned);

@@ -122,7 +122,7 @@ int verify_landings(const Case& c, bool json) {
                         wrong[r] = "source info differs from the reference";
                     else if (!std::ranges::equal(batch.ep_recv_count(), want.ep_recv_count))
                         wrong[r] = "ep_recv_count differs from the reference";
-                } catch (const Error& e) {
+                } catch (const std::exception& e) {
                     wrong[r] = e.what();
                 }
             });

@@ -83,6 +83,7 @@ namespace {
 
 int calibrate_machine(bool json) {
     const std::string path = calibration_path();
+    if (path.empty()) throw Mistake("no place for the calibration: set HOME or XDG_CACHE_HOME");
     if (!json) fmt::print("plays groups of threads with every landing, some seconds ...\n");
     const Calibration c = calibrate();
     save_calibration(c, path);

@@ -73,6 +73,7 @@ void measure() {
     options.experts = topk;  // every token goes to all of them: the ranks, at most as many, get equal shares
     options.tokens_max = tokens;
     options.rows_max = tokens * topk * group.size;
+    options.landing = Landing::packed;  // K rows of every token move: that is what is set against streaming
     options.depth = 1;
     options.timeout_ms = 2000;
     const auto start = Clock::now();

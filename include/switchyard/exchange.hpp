@@ -122,10 +122,10 @@ class SY_API Received {
 
  private:
     friend class Exchange;
-    const ExchangeOptions& options() const;
+    const std::vector<int64_t>& parts() const;
 
     std::shared_ptr<void> exchange_;
-    const ExchangeOptions* options_ = nullptr;
+    const std::vector<int64_t>* parts_ = nullptr;  // where each payload begins in a row
     ExpertBatch batch_;
     std::vector<int64_t> recv_counts_, send_counts_, send_offsets_, permutation_;
 };

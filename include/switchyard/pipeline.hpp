@@ -35,8 +35,9 @@ struct PipelineArgs {
     int64_t timeout_ms = 0;  ///< deadline of each dispatch and combine; 0 = the session's
 };
 
-/// Runs dispatch(c+1) | experts(batch of chunk c, c) | combine(c-1). Depth 2 is enough; with depth 3 the combine of a chunk may
-/// take as long as the experts of the next, and with depth 1 nothing overlaps. Allocates nothing. Waits for the other ranks as
+/// Runs dispatch(c+1) | experts(batch of chunk c, c) | combine(c-1). With depth 3 both ways are hidden;
+/// with depth 2 only the way out, because the slot of the next dispatch is that of the combine before, which is awaited first;
+/// with depth 1 nothing overlaps. Allocates nothing. Waits for the other ranks as
 /// dispatch and combine do, and throws their errors, and what `experts` throws; `out` is undefined then, and not written to any
 /// more. Ranks may then have begun different numbers of chunks: shrink() brings them together. Throws bad_input for chunks < 1:
 /// on this rank alone, before it begins.

@@ -204,7 +204,7 @@ class SY_API Session {
     /// Where the next dispatch's tokens may be written, [tokens_max,H] of dtype: with landing in_place and no quantisation a
     /// dispatch whose x is this place copies nothing. Null otherwise. Waits until every rank has finished reading the epoch
     /// that used the slot before (at once after a combine); the place is good for the very next dispatch.
-    void* x();
+    void* x(int64_t timeout_ms = 0);
 
     /// Sums each token's rows: out[t] = sum over k of weights[t,k] * y(row of t,k), in k order, in f32, rounded once.
     /// Waits for the experts' output of all ranks. Uses the batch up, whatever happens, unless it is refused as stale. Throws
@@ -260,13 +260,19 @@ class SY_API Session {
 
     /// [R] nanoseconds this rank has stood waiting while that rank was the next one it lacked, since the session opened: row
     /// `rank()` of the group's wait matrix. The sum is that of the three wait_ns in stats(). Of several late ranks one at a
-    /// time is counted, so a slow rank stands out in its column on all others. A view, valid as long as the session.
-    std::span<const int64_t> wait_ns_by_rank() const;
+    /// time is counted, so a slow rank stands out in its column on all others. Allocates.
+    std::vector<int64_t> wait_ns_by_rank() const;
 
  private:
     friend class ExpertBatch;
     friend class Pending;
     friend class PendingDispatch;
+    friend class Exchange;
+    /// With a number for what rows are made of, which is compared like an option.
+    static Session open_rows(const Options& options, const Group& group, uint64_t rows);
+    static std::vector<Session> open_local_rows(std::span<const Options> options, std::span<const PlacementTable> tables,
+                                                std::span<const uint64_t> rows);
+
     struct Impl;
     explicit Session(std::shared_ptr<Impl> impl);
     Impl& impl() const;  // stale on a session that was moved away

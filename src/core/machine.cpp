@@ -70,7 +70,11 @@ std::vector<int> NumaMap::nodes_near(const std::vector<int>& cpus) const {
 
 int NumaMap::nodes() const {
     if (!topology_) return 1;
-    return std::max(1, hwloc_get_nbobjs_by_type(static_cast<hwloc_topology_t>(topology_), HWLOC_OBJ_NUMANODE));
+    auto* topology = static_cast<hwloc_topology_t>(topology_);
+    int with_cpus = 0;  // some hold memory only
+    for (hwloc_obj_t node = nullptr; (node = hwloc_get_next_obj_by_type(topology, HWLOC_OBJ_NUMANODE, node));)
+        with_cpus += node->cpuset && !hwloc_bitmap_iszero(node->cpuset);
+    return std::max(1, with_cpus);
 }
 
 bool NumaMap::bind(void* start, size_t bytes, const std::vector<int>& nodes) const {

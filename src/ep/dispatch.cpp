@@ -29,7 +29,7 @@ Status check_dispatch(const Rank& rank, Flight& flight, const DispatchArgs& args
     if (args.tokens > 0 && !args.topk_ids) return bad(fmt::format("topk_ids is null with {} tokens.", args.tokens));
     if (args.tokens > 0 && s.weights && !args.topk_weights)
         return bad(fmt::format("topk_weights is null with {} tokens; option deliver_weights needs it.", args.tokens));
-    if (rank.options.landing == Landing::in_place && s.dispatch == Format::none) {
+    if (args.tokens > 0 && rank.options.landing == Landing::in_place && s.dispatch == Format::none) {
         // Workers copy tokens into the x place at the same time; from inside it they would overtake each other.
         const auto* x = static_cast<const std::byte*>(args.x);
         const std::byte* place = rank.own(rank.window.slot(flight.slot) + rank.window.x);

@@ -78,7 +78,7 @@ Amounts amounts_of(const Options& o, int64_t ranks, int64_t tokens, Way way, con
     }
     if (apart > 0) {
         // Tokens that several of a rank's experts want are read from memory once.
-        const double distinct = r * t * hit(r, k) / r;
+        const double distinct = t * hit(r, k);
         read(distinct);
         read_cache += std::max(0.0, rows - distinct) * row_kib;
     } else {

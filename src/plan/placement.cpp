@@ -65,6 +65,7 @@ Status PlacementTable::check() const {
     const auto choice_number = static_cast<int64_t>(choice);
     if (choice_number < 0 || choice_number >= static_cast<int64_t>(choice_names.size()))
         return bad(fmt::format("choice is {}; allowed: {}.", choice_number, fmt::join(choice_names, ", ")));
+    int64_t parts_in_all = 0;
     std::vector<int64_t> last_holder(index(experts), -1);  // slots ascend, and so do their ranks
     for (int64_t s = 0; s < slots(); ++s) {
         const int32_t e = expert_of[index(s)];
@@ -76,9 +77,14 @@ Status PlacementTable::check() const {
         last_holder[index(e)] = r;
         if (!parts.empty() && (parts[index(s)] < 1 || parts[index(s)] > parts_max))
             return bad(fmt::format("slot {} has {} parts; allowed: 1..{}.", s, parts[index(s)], parts_max));
+        if (!parts.empty()) parts_in_all += parts[index(s)];
     }
     for (int64_t e = 0; e < experts; ++e)
         if (last_holder[index(e)] < 0) return bad(fmt::format("expert {} lies in no slot.", e));
+    constexpr int64_t parts_in_all_max = int64_t{1} << 24;  // a session lays a place out for each
+    if (parts_in_all > parts_in_all_max)
+        return bad(
+            fmt::format("it has {} parts in all; allowed: {}. Halve the parts of every slot.", parts_in_all, parts_in_all_max));
     return {};
 }
 
