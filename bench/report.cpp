@@ -139,7 +139,8 @@ std::string summary(const Run& run) {
     const std::string heads =
         "<th scope=\"col\" class=\"n\">p50</th><th scope=\"col\" class=\"n\">of limit</th><th "
         "scope=\"col\">quickest other</th>";
-    return "<p>Switchyard with landing <b>packed</b>: median time, the limit’s time as a share of it, and how many times as long "
+    return "<p>Switchyard with landing <b>packed</b>: median time, the limit’s time as a share of it, and how many times as "
+           "long "
            "the quickest other way took.</p>" +
            scrolling("packed at a glance",
                      "<table><thead><tr><td colspan=\"2\"></td><th scope=\"colgroup\" colspan=\"3\">dispatch</th><th "

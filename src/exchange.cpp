@@ -8,6 +8,7 @@
 #include <new>
 
 #include "core/clock.hpp"
+#include "ep/routing.hpp"
 
 namespace switchyard {
 namespace {
@@ -72,6 +73,8 @@ void reorder(const void* from, int64_t items, int64_t row_bytes, std::span<const
                                             "from 1.",
                                             items, row_bytes, repeat));
     const auto bytes = static_cast<size_t>(row_bytes);
+    if ((!from || !to) && !permutation.empty() && bytes > 0)
+        refuse(Code::bad_input, fmt::format("reorder: {} is null with {} rows.", from ? "to" : "from", permutation.size()));
     for (size_t i = 0; i < permutation.size(); ++i) {
         const int64_t item = permutation[i] / repeat;
         if (permutation[i] < 0 || item >= items)
@@ -195,6 +198,23 @@ struct Exchange::Impl {
         options.group_ranks = used.group_ranks;
     }
 
+    Status wrong_items(const SendArgs& args) const {
+        const auto bad = [&](std::string text) {
+            return Status(Code::bad_input, fmt::format("rank {}: {}", session.rank(), text));
+        };
+        if (args.items < 0 || args.items > options.items_max)
+            return bad(fmt::format("items is {}; allowed: 0..{} (items_max).", args.items, options.items_max));
+        if (args.items == 0) return {};
+        for (size_t p = 0; p < parts.at.size(); ++p)
+            if (!args.payloads[p]) return bad(fmt::format("payloads[{}] is null with {} items.", p, args.items));
+        if (!args.expert_indices) return bad(fmt::format("expert_indices is null with {} items.", args.items));
+        const int64_t n = args.items * options.topk;
+        if (const int64_t i = ep::find_bad_id(args.expert_indices, n, options.experts); i < n)
+            return bad(fmt::format("expert_indices[{}][{}] is {}; experts are 0..{}, or -1 for an unused index.",
+                                   i / options.topk, i % options.topk, args.expert_indices[i], options.experts - 1));
+        return {};
+    }
+
     // Rows of the items in one piece, at `to`.
     void put_together(const SendArgs& args, std::byte* to) const {
         for (int64_t i = 0; i < args.items; ++i)
@@ -286,14 +306,11 @@ Received Exchange::send(const SendArgs& args) {
                        .timeout_ms = args.timeout_ms,
                        .send_counts = args.send_counts,
                        .recv_counts = args.recv_counts};
-    const bool is_readable = args.items > 0 && args.items <= o.items_max;  // what is not, dispatch refuses on all ranks
-    size_t missing = 0;
-    while (missing < s.parts.at.size() && args.payloads[missing]) ++missing;
-    if (is_readable && missing < s.parts.at.size()) {
-        below.x = nullptr;  // refused below, on all ranks
-    } else if (s.as_they_are) {
+    if (const Status wrong = s.wrong_items(args); !wrong.ok())
+        s.session.refuse_dispatch(wrong, args.tag, args.timeout_ms);  // on all ranks, in the words of an exchange
+    if (s.as_they_are) {
         below.x = args.payloads[0];
-    } else if (is_readable) {
+    } else if (args.items > 0) {
         // Straight to where the other ranks read, if rows stay at home.
         std::byte* to = nullptr;
         const int64_t start_ns = now_ns(), timeout_ms = args.timeout_ms > 0 ? args.timeout_ms : o.timeout_ms;
@@ -335,17 +352,20 @@ Received Exchange::alltoallv(const AlltoallvArgs& args) {
                            s.options.experts, s.session.size(), s.options.topk));
     SendArgs below{.payloads = args.payloads, .recv_counts = args.recv_counts, .tag = args.tag, .timeout_ms = args.timeout_ms};
     s.indices.clear();
-    for (int r = 0; args.send_counts && r < s.session.size(); ++r) {
+    const auto refuse_all = [&](const std::string& text) {
+        s.session.refuse_dispatch(Status(Code::bad_input, fmt::format("rank {}: {}", s.session.rank(), text)), args.tag,
+                                  args.timeout_ms);
+    };
+    if (!args.send_counts) refuse_all("send_counts is null.");
+    for (int r = 0; r < s.session.size(); ++r) {
         const int64_t count = args.send_counts[r];
-        // More than fits is refused by the engine on all ranks, with the number of items.
-        if (count < 0 || count > s.options.items_max - below.items) {
-            below.items = count < 0 ? -1 : s.options.items_max + 1;
-            break;
-        }
+        if (count < 0) refuse_all(fmt::format("send_counts[{}] is {}; counts are 0 or more.", r, count));
+        if (count > s.options.items_max - below.items)
+            refuse_all(fmt::format("send_counts[{}] is {}, with {} items before it; allowed in all: {} (items_max).", r, count,
+                                   below.items, s.options.items_max));
         s.indices.insert(s.indices.end(), static_cast<size_t>(count), r);
         below.items += count;
     }
-    if (!args.send_counts) below.items = -1;
     below.expert_indices = s.indices.data();
     return send(below);
 }

@@ -144,6 +144,9 @@ Status compare_cards(const std::vector<std::vector<std::byte>>& cards) {
             first_head = head;
             continue;
         }
+        if (head.rows != first_head.rows)
+            return {Code::mismatch,
+                    fmt::format("payload_bytes: rank {} has others than rank 0. Give all ranks the same payloads.", r)};
         size_t i = 0;
         for (const OptionInfo& info : option_table()) {
             if (!info.agreed) continue;
@@ -156,7 +159,9 @@ Status compare_cards(const std::vector<std::vector<std::byte>>& cards) {
                 info.set(b, values[i]);
                 std::string text = fmt::format("option {}: rank 0 has {}, rank {} has {}. Give all ranks the same.", info.name,
                                                option_text(info, a), r, option_text(info, b));
-                if (head.automatic || first_head.automatic)
+                const bool by_landing =
+                    info.name == std::string_view("landing") || info.name == std::string_view("group_ranks");
+                if (by_landing && (head.automatic || first_head.automatic))
                     text +=
                         " With landing auto each rank chose by the calibration in its cache folder and by the machine as it "
                         "sees it: name a landing, or give all ranks the same HOME and CPUs.";
@@ -164,9 +169,6 @@ Status compare_cards(const std::vector<std::vector<std::byte>>& cards) {
             }
             ++i;
         }
-        if (head.rows != first_head.rows)
-            return {Code::mismatch,
-                    fmt::format("payload_bytes: rank {} has others than rank 0. Give all ranks the same payloads.", r)};
         if (head.has_table != first_head.has_table || head.table != first_head.table)
             return {Code::mismatch,
                     fmt::format("placement table: rank 0 has {}, rank {} has {} (hash). Give all ranks the same.",
@@ -982,6 +984,22 @@ ExpertBatch Session::dispatch(const DispatchArgs& args) {
     s.wait(op, Impl::never_ns);
     s.take_end(op);
     return ExpertBatch(impl_, op.flight, op.epoch);
+}
+
+void Session::refuse_dispatch(const Status& why, uint64_t tag, int64_t timeout_ms) {
+    Impl& s = impl();
+    {
+        const Impl::Turn turn(s);
+        if (s.untold.ok()) s.untold = why;
+    }
+    try {
+        dispatch({.tag = tag, .timeout_ms = timeout_ms});
+    } catch (const Error& e) {
+        const Impl::Turn turn(s);
+        if (e.code() == Code::depth || e.code() == Code::stale) s.untold = {};  // it has not begun: nobody was told
+        throw;
+    }
+    throw Error(why);
 }
 
 PendingDispatch Session::dispatch_async(const DispatchArgs& args) {

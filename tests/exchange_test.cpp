@@ -71,6 +71,10 @@ TEST(BuildingBlocks, WhatDoesNotFitIsRefusedWithItsPlace) {
                          }),
                          Code::bad_input, {"expert 0"}));
     char to[2];
+    EXPECT_TRUE(is_error(outcome_of([&] { reorder(nullptr, 2, 1, std::vector<int64_t>{0}, 1, to); }), Code::bad_input,
+                         {"from is null"}));
+    EXPECT_TRUE(is_error(outcome_of([&] { reorder("ab", 2, 1, std::vector<int64_t>{0}, 1, nullptr); }), Code::bad_input,
+                         {"to is null"}));
     EXPECT_TRUE(is_error(outcome_of([&] {
                              reorder("ab", 2, 1, std::vector<int64_t>{0, 2}, 1, to);
                          }),
@@ -320,10 +324,10 @@ TEST(Exchange, BadInputOfOneRankIsAnErrorOnAllOfThem) {
     many.items = 5;
     const int64_t impossible[] = {0, 99};
     expects.recv_counts = impossible;
-    const std::vector<Case> cases = {{index, Code::bad_input, "is 4"},
-                                     {no_payload, Code::bad_input, "null"},
+    const std::vector<Case> cases = {{index, Code::bad_input, "expert_indices[1][0] is 4"},
+                                     {no_payload, Code::bad_input, "payloads[1] is null"},
                                      {counts, Code::mismatch, "send_counts[2]"},
-                                     {many, Code::bad_input, "5"},
+                                     {many, Code::bad_input, "items is 5"},
                                      {expects, Code::bad_input, "recv_counts[1]"}};
     on_ranks(2, [&](int r) {
         Exchange& x = group[static_cast<size_t>(r)];
@@ -331,6 +335,22 @@ TEST(Exchange, BadInputOfOneRankIsAnErrorOnAllOfThem) {
             EXPECT_TRUE(is_error(outcome_of([&] { x.send(r == 1 ? c.args : fine); }), c.code, {"rank 1", c.word}));
             EXPECT_EQ(x.send(fine).rows(), 2) << "and it lives on";
         }
+    });
+}
+
+TEST(Exchange, CountsThatCannotBeAreNamedOnAllRanks) {
+    std::vector<Exchange> group = Exchange::open_local({.payload_bytes = {4}, .items_max = 6}, 2);
+    const int64_t negative[] = {-1, 2}, many[] = {5, 5}, one_each[] = {1, 1};
+    on_ranks(2, [&](int r) {
+        Exchange& x = group[static_cast<size_t>(r)];
+        const std::vector<int32_t> items(6);
+        for (const auto& [counts, word] : {std::pair<const int64_t*, const char*>{nullptr, "send_counts is null"},
+                                           {negative, "send_counts[0] is -1"},
+                                           {many, "send_counts[1] is 5, with 5 items before it"}}) {
+            const auto call = [&] { x.alltoallv({.payloads = {items.data()}, .send_counts = r == 0 ? counts : one_each}); };
+            EXPECT_TRUE(is_error(outcome_of(call), Code::bad_input, {"rank 0", word}));
+        }
+        EXPECT_EQ(x.alltoallv({.payloads = {items.data()}, .send_counts = one_each}).rows(), 2);
     });
 }
 

@@ -74,6 +74,7 @@ int parse_run_as(const char* name, const char* what, int argc, char** argv, RunF
         ->type_name("FILE");
     run->flags.add_to(app);
     if (const int code = parse(app, argc, argv); code >= 0) return code;
+    if (!(run->expert_us_per_row >= 0)) throw Mistake("--expert-us-per-row is no number; give 0..1000000");
     if (jitter) run->flags.options.emplace("jitter_us", "300");
     if (!slow.empty()) read_slow(slow, run);
     return -1;

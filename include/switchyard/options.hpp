@@ -36,8 +36,8 @@ struct Options {
     // ---- how it is done: equal on all ranks, never changes a result
     Landing landing = Landing::automatic;
     CombinePath combine_path = CombinePath::automatic;
-    int64_t group_ranks = 0;  ///< landing two_level: so many ranks, one after the other, are a group; 0 = those of one NUMA
-                              ///< node, or about the square root of all ranks on a host with one node
+    int64_t group_ranks = 0;  ///< landing two_level: so many ranks, one after the other, are a group, all if more; 0 = those of
+                              ///< one NUMA node, or about the square root of all ranks on a host with one node
     int64_t depth = 2;        ///< dispatches in flight before the oldest must be combined or dropped, 1..64
     int64_t rows_max = 0;     ///< rows a rank can receive in one dispatch, pad rows of
                               ///< expert_alignment included; 0 = the worst case

@@ -268,6 +268,8 @@ class SY_API Session {
     friend class Pending;
     friend class PendingDispatch;
     friend class Exchange;
+    /// Refuses the next dispatch on all ranks, with this reason. Throws it, or what dispatch throws.
+    [[noreturn]] void refuse_dispatch(const Status& why, uint64_t tag, int64_t timeout_ms);
     /// With a number for what rows are made of, which is compared like an option.
     static Session open_rows(const Options& options, const Group& group, uint64_t rows);
     static std::vector<Session> open_local_rows(std::span<const Options> options, std::span<const PlacementTable> tables,

@@ -168,9 +168,10 @@ bool Await::somebody_left(const Rank& rank) {
         const Code code = seen_from_outside(gone.code());
         if (code == Code::peer_lost || code == Code::peer_closed)
             return fail(code, culprit,
-                        fmt::format("rank {} {}, as rank {} has seen in epoch {}. Call shrink() on the ranks that are left.",
-                                    culprit, code == Code::peer_lost ? "has died (its process ended)" : "closed its session",
-                                    peer, gone.epoch()));
+                        fmt::format("rank {} {}{}. Call shrink() on the ranks that are left.", culprit,
+                                    code == Code::peer_lost ? "has died (its process ended)" : "closed its session",
+                                    culprit == peer ? fmt::format(" in epoch {}", gone.epoch())
+                                                    : fmt::format(", as rank {} has seen in epoch {}", peer, gone.epoch())));
         // model: left_reason
         std::string reason = gone.epoch() == own_ ? reason_text(rank, slot_, culprit, own_) : "";
         if (reason.empty() && culprit != no_culprit && culprit != peer) reason = fmt::format("because of rank {}.", culprit);
