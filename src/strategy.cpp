@@ -103,7 +103,8 @@ double measure(const Options& options, int ranks) {
             Code::system, fmt::format("calibrate: thread {} of {} cannot be started: {}.", threads.size(), ranks, e.what()))));
         go.store(-1);
         go.notify_all();
-        for (Session& s : sessions) s.close();  // those that play stop waiting
+        // Of the ranks that nobody plays, so that the others stop waiting for them; a session is its own thread's to close.
+        for (size_t r = threads.size(); r < sessions.size(); ++r) sessions[r].close();
     }
     for (std::thread& t : threads) t.join();
     for (const std::exception_ptr& e : errors)

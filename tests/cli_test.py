@@ -39,16 +39,20 @@ def environment_of(process):
     return dict(entry.split("=", 1) for entry in read(f"/proc/{process}/environ").split("\0") if "=" in entry)
 
 
-class Cases(unittest.TestCase):
+class InAFolder(unittest.TestCase):
+    """With a folder of its own for each test, and for commands that must end well."""
+
     def setUp(self):
         self.folder = tempfile.mkdtemp()
         self.addCleanup(shutil.rmtree, self.folder)
 
-    def right(self, *arguments):
-        done = command(*arguments)
+    def right(self, *arguments, **more):
+        done = command(*arguments, **more)
         self.assertEqual(done.returncode, 0, f"{arguments}: {done.stdout}{done.stderr}")
         return done
 
+
+class Cases(InAFolder):
     def test_every_golden_case_is_byte_equal_with_each_landing_workers_and_kernels(self):
         cases = sorted(glob.glob(GOLDEN + "/*/case.json"))
         self.assertGreaterEqual(len(cases), 11)
@@ -268,17 +272,8 @@ class MadeUp(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
 
 
-class Balance(unittest.TestCase):
+class Balance(InAFolder):
     SHAPE = ("--ranks", 4, "--experts", 32, "--k", 4, "--routing", "zipf")
-
-    def setUp(self):
-        self.folder = tempfile.mkdtemp()
-        self.addCleanup(shutil.rmtree, self.folder)
-
-    def right(self, *arguments):
-        done = command(*arguments)
-        self.assertEqual(done.returncode, 0, f"{arguments}: {done.stdout}{done.stderr}")
-        return done
 
     def test_loads_are_recorded_planned_for_and_played(self):
         loads, table = (os.path.join(self.folder, name) for name in ("loads.ndjson", "table.json"))
@@ -340,17 +335,8 @@ class Balance(unittest.TestCase):
             self.assertIn(said, done.stderr)
 
 
-class Landings(unittest.TestCase):
+class Landings(InAFolder):
     SHAPE = ("--ranks", 3, "--bs", "5,0,9", "--h", 40, "--k", 3, "--experts", 7)
-
-    def setUp(self):
-        self.folder = tempfile.mkdtemp()
-        self.addCleanup(shutil.rmtree, self.folder)
-
-    def right(self, *arguments, **more):
-        done = command(*arguments, **more)
-        self.assertEqual(done.returncode, 0, f"{arguments}: {done.stdout}{done.stderr}")
-        return done
 
     def test_the_routing_of_a_case_is_checked_without_communication(self):
         case = os.path.join(GOLDEN, "edge_ragged_drop_f16_mx_sat")
