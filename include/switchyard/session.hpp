@@ -109,7 +109,7 @@ class SY_API ExpertBatch {
     int64_t tokens() const;        ///< T of this rank's own dispatch
     uint64_t epoch() const;        ///< number of this dispatch
     const void* expand_x() const;  ///< [N,H], rows by (local expert, source rank, token, k); payload_bytes() each.
-                                   ///< With landing in_place the first call copies all rows here: prefer row() or gather()
+                                   ///< With rows that lie apart (in_place, allgather, two_level) the first call copies all here
     const void* dynamic_scales() const;  ///< [N,S], scale_bytes() each; null without quantisation. in_place: as expand_x()
     int64_t payload_bytes() const;
     int64_t scale_bytes() const;
@@ -136,7 +136,7 @@ class SY_API ExpertBatch {
     friend class Session;
     friend class Pending;
     friend class PendingDispatch;
-    void copy_rows() const;  // in_place: to expand_x, once
+    void copy_rows() const;  // of rows that lie apart: to expand_x, once
     ExpertBatch(std::shared_ptr<void> session, ep::Flight* flight, uint64_t epoch);
     const ep::Flight& flight() const;
 
