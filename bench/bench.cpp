@@ -178,7 +178,10 @@ int bench_main(int argc, char** argv) {
         "switchyard bench");
     add_flags(app, flags, dtype, simd);
     app.add_flag("--list", list, "scenarios and contestants of this build");
-    app.footer("switchyard bench --kernels times the number kernels beside memcpy instead; it has a --help of its own.");
+    app.footer(
+        "Programs of their own, each with a --help:\n"
+        "  switchyard bench --kernels   the number kernels beside memcpy\n"
+        "  switchyard bench overlap     how much communication hides behind experts with a real GEMM");
     app.failure_message(
         [](const CLI::App* a, const CLI::Error& e) { return fmt::format("{}: {}\n", a->get_name(), e.what()); });
     app.get_formatter()->column_width(48);

@@ -18,6 +18,7 @@
 #include "ep/combine.hpp"
 #include "ep/dispatch.hpp"
 #include "layout/window.hpp"
+#include "plan/placement.hpp"
 #include "quant/quant.hpp"
 #include "switchyard/reference.hpp"
 #include "transport/sim.hpp"
@@ -41,14 +42,19 @@ struct Input {
     uint64_t tag = 0;
     std::vector<std::byte> x, shared;  // [T,H]
     std::vector<int32_t> ids;          // [T,K]
+    std::vector<int32_t> slots;        // [T,K] where they go: the ids again without a placement table
     std::vector<float> weights;        // [T,K]
+    std::vector<int64_t> sends;        // [E] send_counts, or empty
+    std::vector<int64_t> expects;      // [R] recv_counts, or empty
 };
 
 // A dispatch and what becomes of it; round i is epoch i + 1.
 struct Round {
     std::vector<Input> of;  // [R]
     bool weighted = true, with_shared = false, y_in_window = true, x_in_window = false;
-    bool excess = false;  // a rank would receive more rows than its window holds
+    bool as_rows = false;           // combine brings rows home and sums nothing
+    bool excess = false;            // a rank would receive more rows than its window holds
+    std::vector<uint8_t> overfull;  // [R] whether it sends more rows to an expert than a cell holds
     // The right results, once somebody needs them.
     bool solved = false;
     std::vector<reference::Received> received;
@@ -60,7 +66,7 @@ struct Op {
     int round;
 };
 
-enum class Trouble { bad_input, tag, drop, bad_combine, close, death, stall };
+enum class Trouble { bad_input, tag, counts, drop, bad_combine, close, death, stall };
 
 struct Fault {
     Trouble kind;
@@ -73,6 +79,7 @@ struct Fault {
 
 struct Scenario {
     Options options;
+    std::optional<PlacementTable> table;
     int ranks = 1;
     sim::WorldShape world;
     int64_t turn_ns = 1000;       // longest turn
@@ -84,6 +91,12 @@ struct Scenario {
     std::vector<Fault> faults;
 
     int64_t timeout_ns() const { return options.timeout_ms * ms; }
+    /// As window and reference see them: slots are their experts.
+    Options slot_options() const {
+        Options o = options;
+        if (table) o.experts = table->slots();
+        return o;
+    }
     const Fault* fault(Trouble kind, int rank, int round) const {
         for (const Fault& f : faults)
             if (f.kind == kind && f.rank == rank && f.round == round) return &f;
@@ -159,6 +172,15 @@ void draw_shape(Random& random, Scenario& s) {
     o.combine_path = s.world.reachable && random.one_in(2) ? CombinePath::read : CombinePath::push;
     o.depth = random.between(1, 3);
     o.timeout_ms = random.between(400, 1500);
+    if (random.one_in(3)) {
+        std::vector<uint64_t> loads;
+        for (int64_t e = 0; e < o.experts; ++e) loads.push_back(static_cast<uint64_t>(random.below(100)));
+        const int64_t spare = random.between(0, std::min<int64_t>(6, (s.ranks - 1) * o.experts));
+        s.table = plan_placement(
+            loads, {.ranks = s.ranks,
+                    .slots = o.experts + spare,
+                    .choice = pick(random, {ReplicaChoice::round_robin, ReplicaChoice::nearest, ReplicaChoice::least_loaded})});
+    }
 
     const int64_t us = 1000;
     s.world.delay_ns = pick(random, {int64_t{0}, us, 20 * us, 500 * us});
@@ -168,6 +190,25 @@ void draw_shape(Random& random, Scenario& s) {
     s.break_one_in = pick(random, {0, 64, 16, 5});
     s.spins = random.below(6);
     for (int r = 0; r < s.ranks; ++r) s.weight.push_back(random.one_in(4) ? 1 : 8);
+}
+
+// Fills send_counts and recv_counts as they are.
+void tell_counts(const Scenario& s, Round& round) {
+    const int64_t slots = s.slot_options().experts;
+    for (Input& in : round.of) {
+        in.sends.assign(static_cast<size_t>(s.options.experts), 0);
+        in.expects.assign(static_cast<size_t>(s.ranks), 0);
+    }
+    for (size_t source = 0; source < round.of.size(); ++source) {
+        Input& in = round.of[source];
+        for (const int32_t id : in.ids)
+            if (id >= 0) ++in.sends[static_cast<size_t>(id)];
+        for (const int32_t slot : in.slots)
+            for (int r = 0; slot >= 0 && r < s.ranks; ++r) {
+                const ExpertRange range = experts_of(r, s.ranks, slots);
+                if (slot >= range.first && slot < range.last) ++round.of[static_cast<size_t>(r)].expects[source];
+            }
+    }
 }
 
 void draw_rounds(Random& random, Scenario& s, const Values& values) {
@@ -181,6 +222,8 @@ void draw_rounds(Random& random, Scenario& s, const Values& values) {
         round.with_shared = random.one_in(3);
         round.y_in_window = random.one_in(2);
         round.x_in_window = random.one_in(2);
+        round.as_rows = o.combine_quant == Format::none && random.one_in(4);
+        const bool with_counts = random.one_in(4);
         const bool nobody = random.one_in(10);
         const auto favourite = static_cast<int32_t>(random.below(o.experts));
         const int64_t skew = random.between(1, 4);  // 1: nearly all to the favourite
@@ -203,31 +246,49 @@ void draw_rounds(Random& random, Scenario& s, const Values& values) {
                 in.ids.push_back(id);
                 in.weights.push_back(static_cast<float>(random.between(-1000, 1000)) / 640.0F);
             }
+            in.slots = s.table ? slots_of(*s.table, r, in.ids) : in.ids;
             round.of.push_back(std::move(in));
         }
+        if (with_counts) tell_counts(s, round);
         s.rounds.push_back(std::move(round));
     }
 
-    // What each round asks of the fullest window, and a window that may be too small for some of them.
+    // What each round asks of the fullest window and the fullest cell, and a window that may be too small for some of them.
+    const int64_t slots = s.slot_options().experts;
     std::vector<int64_t> asked;
+    std::vector<std::vector<int64_t>> asked_cells;  // [rounds][R]
+    int64_t most_in_cell = 0;
     for (const Round& round : s.rounds) {
-        std::vector<int64_t> of_expert(static_cast<size_t>(o.experts));
-        for (const Input& in : round.of)
-            for (const int32_t id : in.ids)
-                if (id >= 0) ++of_expert[static_cast<size_t>(id)];
+        std::vector<int64_t> of_slot(static_cast<size_t>(slots));
+        std::vector<int64_t>& cells = asked_cells.emplace_back();
+        for (const Input& in : round.of) {
+            std::vector<int64_t> mine(static_cast<size_t>(slots));
+            for (const int32_t slot : in.slots)
+                if (slot >= 0) ++mine[static_cast<size_t>(slot)];
+            for (size_t i = 0; i < mine.size(); ++i) of_slot[i] += mine[i];
+            cells.push_back(*std::max_element(mine.begin(), mine.end()));
+            most_in_cell = std::max(most_in_cell, cells.back());
+        }
         int64_t fullest = 0;
         for (int r = 0; r < s.ranks; ++r) {
-            const ExpertRange range = experts_of(r, s.ranks, o.experts);
+            const ExpertRange range = experts_of(r, s.ranks, slots);
             int64_t rows = 0;
-            for (int64_t e = range.first; e < range.last; ++e)
-                rows += (of_expert[static_cast<size_t>(e)] + o.expert_alignment - 1) / o.expert_alignment * o.expert_alignment;
+            for (int64_t i = range.first; i < range.last; ++i)
+                rows += (of_slot[static_cast<size_t>(i)] + o.expert_alignment - 1) / o.expert_alignment * o.expert_alignment;
             fullest = std::max(fullest, rows);
         }
         asked.push_back(fullest);
     }
-    const int64_t most = *std::max_element(asked.begin(), asked.end());
-    o.rows_max = std::max<int64_t>(1, random.one_in(6) ? random.between(most / 2, most) : most + random.below(3));
-    for (size_t i = 0; i < asked.size(); ++i) s.rounds[i].excess = asked[i] > o.rows_max;
+    const auto room_for = [&](int64_t most) {
+        return std::max<int64_t>(1, random.one_in(6) ? random.between(most / 2, most) : most + random.below(3));
+    };
+    o.rows_max = room_for(*std::max_element(asked.begin(), asked.end()));
+    o.cell_rows = random.one_in(3) ? std::max<int64_t>(1, o.tokens_max * o.topk) : room_for(most_in_cell);
+    for (size_t i = 0; i < asked.size(); ++i) {
+        Round& round = s.rounds[i];
+        round.excess = asked[i] > o.rows_max;
+        for (const int64_t rows : asked_cells[i]) round.overfull.push_back(o.landing == Landing::padded && rows > o.cell_rows);
+    }
 
     // The calls, the same on all ranks. The last one is a combine: who has come back from it knows that all have dispatched.
     std::vector<int> open;
@@ -249,15 +310,23 @@ void draw_faults(Random& random, Scenario& s) {
     const auto rounds = static_cast<int64_t>(s.rounds.size());
     for (int64_t n = pick(random, {0, 1, 1, 2, 3}); n > 0; --n) {
         Fault f{};
-        f.kind = pick(random, {Trouble::bad_input, Trouble::tag, Trouble::drop, Trouble::bad_combine, Trouble::close,
-                               Trouble::death, Trouble::death, Trouble::stall});
+        f.kind = pick(random, {Trouble::bad_input, Trouble::tag, Trouble::counts, Trouble::drop, Trouble::bad_combine,
+                               Trouble::close, Trouble::death, Trouble::death, Trouble::stall});
         f.rank = static_cast<int>(random.below(s.ranks));
         f.round = static_cast<int>(random.below(rounds));
         f.which = random.below(8);
         if (f.kind == Trouble::close) f.at = random.below(static_cast<int64_t>(s.script.size()));
         if (f.kind == Trouble::death || f.kind == Trouble::stall) f.at = random.between(1, int64_t{1} << random.between(3, 10));
         if (f.kind == Trouble::stall) f.ns = random.between(1, 40) * s.timeout_ns() / 10;
-        if (f.kind == Trouble::tag) s.rounds[static_cast<size_t>(f.round)].of[static_cast<size_t>(f.rank)].tag = 99;
+        Round& round = s.rounds[static_cast<size_t>(f.round)];
+        if (f.kind == Trouble::tag) round.of[static_cast<size_t>(f.rank)].tag = 99;
+        if (f.kind == Trouble::counts) {
+            const int64_t most = s.options.tokens_max * s.options.topk;
+            if (most == 0 || s.fault(Trouble::counts, f.rank, f.round)) continue;
+            if (round.of[0].expects.empty()) tell_counts(s, round);
+            int64_t& expected = round.of[static_cast<size_t>(f.rank)].expects[static_cast<size_t>(f.which % s.ranks)];
+            expected += expected < most ? 1 : -1;
+        }
         s.faults.push_back(f);
     }
 }
@@ -267,10 +336,15 @@ std::string text_of(const Scenario& s) {
     const auto name = [&](const char* option) { return option_text(*find_option(option), o); };
     std::string text = fmt::format(
         "{} ranks, {} windows, H {}, K {}, E {}, {}, dispatch {}, combine {}, landing {}, path {}, depth {}, "
-        "rows_max {}, alignment {}{}\n",
+        "rows_max {}, cell_rows {}, alignment {}{}\n",
         s.ranks, s.world.reachable ? "reachable" : "unreachable", o.hidden, o.topk, o.experts, name("dtype"),
-        name("dispatch_quant"), name("combine_quant"), name("landing"), name("combine_path"), o.depth, o.rows_max,
+        name("dispatch_quant"), name("combine_quant"), name("landing"), name("combine_path"), o.depth, o.rows_max, o.cell_rows,
         o.expert_alignment, o.deliver_weights ? ", weights delivered" : "");
+    if (s.table) {
+        text += "slots hold experts";
+        for (const int32_t expert : s.table->expert_of) text += fmt::format(" {}", expert);
+        text += fmt::format(", replica choice {}\n", static_cast<int>(s.table->choice));
+    }
     text += fmt::format("what is sent arrives within {} us, 1 in {} within {} us; deadline {} ms; breaks in 1 of {} calls\n",
                         s.world.delay_ns / 1000, s.world.late_one_in, s.world.late_ns / 1000, o.timeout_ms, s.break_one_in);
     text += "script:";
@@ -285,6 +359,8 @@ std::string text_of(const Scenario& s) {
         text += ' ';
         for (int r = 0; r < s.ranks; ++r) text += fmt::format("{}{}", r ? "," : "", round.of[static_cast<size_t>(r)].tokens);
         if (round.excess) text += " (more rows than a window holds)";
+        for (size_t r = 0; r < round.overfull.size(); ++r)
+            if (round.overfull[r]) text += fmt::format(" (rank {} has more for an expert than a cell holds)", r);
     }
     text += s.faults.empty() ? "\nno faults" : "\nfaults:";
     for (const Fault& f : s.faults) {
@@ -292,6 +368,7 @@ std::string text_of(const Scenario& s) {
         switch (f.kind) {
             case Trouble::bad_input: text += fmt::format("rank {} gives dispatch {} bad input", f.rank, f.round + 1); break;
             case Trouble::tag: text += fmt::format("rank {} gives dispatch {} another tag", f.rank, f.round + 1); break;
+            case Trouble::counts: text += fmt::format("rank {} expects other rows in dispatch {}", f.rank, f.round + 1); break;
             case Trouble::drop: text += fmt::format("rank {} drops batch {}", f.rank, f.round + 1); break;
             case Trouble::bad_combine: text += fmt::format("rank {} gives combine {} bad input", f.rank, f.round + 1); break;
             case Trouble::close: text += fmt::format("rank {} closes before its call {}", f.rank, f.at + 1); break;
@@ -305,17 +382,26 @@ std::string text_of(const Scenario& s) {
 void solve(const Scenario& s, const Values& values, Round& round, int index) {
     if (round.solved) return;
     round.solved = true;
+    const Options options = s.slot_options();
     std::vector<reference::RankInput> inputs;
     for (const Input& in : round.of)
         inputs.push_back(
-            {in.x.data(), in.tokens, in.ids.data(), round.weighted || s.options.deliver_weights ? in.weights.data() : nullptr});
+            {in.x.data(), in.tokens, in.slots.data(), round.weighted || options.deliver_weights ? in.weights.data() : nullptr});
     for (int r = 0; r < s.ranks; ++r) {
         const auto at = static_cast<size_t>(r);
-        round.received.push_back(reference::dispatch(s.options, inputs, r));
+        round.received.push_back(reference::dispatch(options, inputs, r));
         reference::RankInput input = inputs[at];
+        if (round.as_rows) {
+            std::vector<std::byte>& rows = round.combined.emplace_back(round.of[at].ids.size() * values.row_bytes(), stale);
+            for (size_t i = 0; i < round.of[at].ids.size(); ++i)
+                if (const auto n = static_cast<int64_t>(i); round.of[at].ids[i] >= 0)
+                    std::memcpy(rows.data() + i * values.row_bytes(), values.y(index, r, n / options.topk, n % options.topk),
+                                values.row_bytes());
+            continue;
+        }
         if (!round.weighted) input.topk_weights = nullptr;
         round.combined.push_back(reference::combine(
-            s.options, input, r,
+            options, input, r,
             [&](int source, int64_t t, int64_t k, int32_t) { return static_cast<const void*>(values.y(index, source, t, k)); },
             round.with_shared ? round.of[at].shared.data() : nullptr));
     }
@@ -484,7 +570,7 @@ Game::Game(const Play& play, Log& log) : log_(log), random_(play.seed) {
     const Options& o = scenario_.options;
     if (const Status s = check_options(o, scenario_.ranks); !s.ok()) throw Error(s);
 
-    window_ = layout::window_of(ep::shape_of(o, scenario_.ranks));
+    window_ = layout::window_of(ep::shape_of(scenario_.slot_options(), scenario_.ranks));
     sim::WorldShape shape = scenario_.world;
     shape.ranks = scenario_.ranks;
     shape.window_bytes = window_.bytes;
@@ -499,7 +585,8 @@ Game::Game(const Play& play, Log& log) : log_(log), random_(play.seed) {
         p.rank = r;
         std::vector<std::vector<std::byte>> cards;
         Status s = world_->link(r).attach({.card = {}, .window_bytes = window_.bytes, .bell_offset = window_.bell}, {}, &cards);
-        p.engine = std::make_unique<ep::Rank>(world_->link(r), window_, interrupted_, p.workers, o);
+        p.engine = std::make_unique<ep::Rank>(world_->link(r), window_, interrupted_, p.workers, o,
+                                              scenario_.table ? plan::turns_of(*scenario_.table, r) : ep::Turns());
         if (s.ok()) s = p.engine->connect();
         if (!s.ok()) throw Error(s);
         p.flights.resize(static_cast<size_t>(o.depth));
@@ -678,7 +765,9 @@ void Game::begin_dispatch(Player& p, int of_round, const void* x) {
                       .tokens = in.tokens,
                       .topk_ids = in.ids.data(),
                       .topk_weights = round(of_round).weighted || o.deliver_weights ? in.weights.data() : nullptr,
-                      .tag = in.tag};
+                      .tag = in.tag,
+                      .send_counts = in.sends.empty() ? nullptr : in.sends.data(),
+                      .recv_counts = in.expects.empty() ? nullptr : in.expects.data()};
     std::vector<int32_t> bad_ids = in.ids;
     if (const Fault* f = scenario_.fault(Trouble::bad_input, p.rank, of_round)) {
         const bool some = in.tokens > 0;
@@ -717,14 +806,18 @@ void Game::begin_combine(Player& p, int of_round) {
     fill_y(p, of_round);
     const Round& r = round(of_round);
     const Input& in = r.of[static_cast<size_t>(p.rank)];
-    p.out[i].assign(in.x.size(), stale);
-    CombineArgs args{.y = r.y_in_window ? nullptr : p.y[i].data(),
-                     .topk_weights = r.weighted ? in.weights.data() : nullptr,
-                     .shared = r.with_shared ? in.shared.data() : nullptr,
-                     .out = p.out[i].data()};
+    p.out[i].assign(r.as_rows ? in.ids.size() * values_->row_bytes() : in.x.size(), stale);
+    CombineArgs args{.y = r.y_in_window ? nullptr : p.y[i].data()};
+    if (r.as_rows) {
+        args.rows = p.out[i].data();
+    } else {
+        args.topk_weights = r.weighted ? in.weights.data() : nullptr;
+        args.shared = r.with_shared ? in.shared.data() : nullptr;
+        args.out = p.out[i].data();
+    }
     if (const Fault* f = scenario_.fault(Trouble::bad_combine, p.rank, of_round)) {
         if (f->which % 2 == 0 && in.tokens > 0)
-            args.out = nullptr;
+            args.out = args.rows = nullptr;
         else
             args.timeout_ms = -1;
     }
@@ -975,10 +1068,19 @@ void Game::judge_truth(const Player& p, const char* call, int of_round, const En
             });
             break;
         case Code::mismatch:
-            true_reason = dispatch && says("with tag 99") &&
-                          any([&](const Player& q) { return scenario_.fault(Trouble::tag, q.rank, of_round); });
+            true_reason = dispatch && any([&](const Player& q) {
+                              return (says("with tag 99") && scenario_.fault(Trouble::tag, q.rank, of_round)) ||
+                                     (says(fmt::format("to rank {}, which expects", q.rank)) &&
+                                      scenario_.fault(Trouble::counts, q.rank, of_round));
+                          });
             break;
-        case Code::capacity: true_reason = dispatch && round(of_round).excess; break;
+        case Code::capacity:
+            true_reason =
+                dispatch && (round(of_round).excess || any([&](const Player& q) {
+                                 return round(of_round).overfull[static_cast<size_t>(q.rank)] &&
+                                        says(fmt::format("dispatch {} refused: rank {}: it sends", of_round + 1, q.rank));
+                             }));
+            break;
         case Code::peer_lost:
         case Code::peer_closed: {
             const char* did = e.code == Code::peer_lost ? "has died" : "closed its session";
@@ -1055,10 +1157,13 @@ void Game::judge_dispatch(int of_round) {
         held = std::max(held, e.held);
         if (verdict == Code::ok && !e.prior.ok()) verdict = e.prior.code();
         if (verdict == Code::ok && scenario_.fault(Trouble::bad_input, p.rank, of_round)) verdict = Code::bad_input;
+        if (verdict == Code::ok && round(of_round).overfull[static_cast<size_t>(p.rank)]) verdict = Code::capacity;
     }
     const uint64_t tag = round(of_round).of[0].tag;
     for (const Input& in : round(of_round).of)
         if (verdict == Code::ok && in.tag != tag) verdict = Code::mismatch;
+    for (const Player& p : players_)
+        if (verdict == Code::ok && scenario_.fault(Trouble::counts, p.rank, of_round)) verdict = Code::mismatch;
     if (verdict == Code::ok && round(of_round).excess) verdict = Code::capacity;
 
     for (const Player& p : players_)
@@ -1163,11 +1268,13 @@ void Game::judge_windows() {
         }
         for (int64_t slot = 0; slot < o.depth; ++slot) {
             uint64_t rows = 0;
+            bool told_counts = false;
             std::vector<uint64_t> cells(static_cast<size_t>(scenario_.ranks));   // the most rows of one source
             std::vector<uint64_t> tokens(static_cast<size_t>(scenario_.ranks));  // and its most tokens
             for (int i = 0; i < rounds(); ++i) {
                 if ((i + 1) % o.depth != slot) continue;
                 const Round& r = round(i);
+                told_counts = told_counts || !r.of[0].expects.empty();
                 for (size_t q = 0; q < cells.size(); ++q) {
                     cells[q] = std::max(cells[q], static_cast<uint64_t>(r.of[q].ids.size()));
                     tokens[q] = std::max(tokens[q], static_cast<uint64_t>(r.of[q].tokens));
@@ -1184,7 +1291,7 @@ void Game::judge_windows() {
             for (int r = 0; r < scenario_.ranks; ++r)
                 untouched("behind a count row",
                           w.count_row(static_cast<uint64_t>(slot), r) + sizeof(layout::CountHead) +
-                              4 * static_cast<uint64_t>(o.experts),
+                              4 * static_cast<uint64_t>(w.shape.experts + (told_counts ? w.shape.ranks : 0)),
                           w.count_row(static_cast<uint64_t>(slot), r) + w.count_stride, stale);
             untouched("behind the count rows", base + w.counts + static_cast<uint64_t>(scenario_.ranks) * w.count_stride,
                       base + w.expand_x, stale);
@@ -1209,12 +1316,12 @@ void Game::judge_windows() {
                 for (int64_t e = 0; e < w.shape.experts_per_rank; ++e)
                     for (int r = 0; r < scenario_.ranks; ++r) {
                         const uint64_t cell = w.cell_at(static_cast<uint64_t>(slot), e, r, 0);
-                        const uint64_t used = cells[static_cast<size_t>(r)];
+                        const auto all = static_cast<uint64_t>(w.shape.cell_rows);
+                        const uint64_t used = std::min(cells[static_cast<size_t>(r)], all);
                         for (uint64_t n = 0; n < used; ++n)
                             untouched("behind a cell's row", cell + n * stride + static_cast<uint64_t>(w.cell.info_at) + 16,
                                       cell + (n + 1) * stride, stale);
-                        untouched("behind a cell", cell + used * stride, cell + static_cast<uint64_t>(w.cell_rows) * stride,
-                                  stale);
+                        untouched("behind a cell", cell + used * stride, cell + all * stride, stale);
                     }
             } else {
                 untouched("where cells would be", base + w.landing, base + w.blocks_out, stale);

@@ -345,6 +345,7 @@ WindowShape sample_shape() {
             .topk = 3,
             .tokens_max = 5,
             .rows_max = 45,
+            .cell_rows = 4,
             .token = TokenType::bf16,
             .dispatch = Format::mxfp8_e4m3,
             .combine = Format::int8_block8,
@@ -364,6 +365,7 @@ WindowShape random_shape(Random& random) {
     s.topk = 1 + random.below(9);
     s.tokens_max = random.below(100);
     s.rows_max = random.below(5000);
+    s.cell_rows = random.below(s.tokens_max * s.topk + 1);
     s.token = random.pick({TokenType::f16, TokenType::bf16, TokenType::f32});
     s.dispatch = s.token == TokenType::f32 ? Format::none
                                            : random.pick({Format::none, Format::int8_token, Format::mxfp8_e5m2,
@@ -446,7 +448,7 @@ TEST(Window, PartsStartOnPagesAndDoNotOverlap) {
 
         EXPECT_GE(w.count_stride, sizeof(layout::CountHead) + 4 * u(s.experts));
         EXPECT_EQ(w.count_stride % 64, 0U);
-        const uint64_t cells = s.landing == Landing::padded ? u(s.experts_per_rank * s.ranks * s.tokens_max * s.topk) : 0;
+        const uint64_t cells = s.landing == Landing::padded ? u(s.experts_per_rank * s.ranks * s.cell_rows) : 0;
         const uint64_t homes = s.push ? u(s.tokens_max * s.topk) : 0;
         EXPECT_GE(u(w.cell.stride), row.payload + row.scales + 16);
         EXPECT_EQ(w.cell.stride % 64, 0);
@@ -487,7 +489,7 @@ TEST(Window, PartsStartOnPagesAndDoNotOverlap) {
         EXPECT_LE(w.count_row(0, s.ranks - 1) + w.count_stride, w.slot(0) + w.expand_x);
         if (cells) {
             EXPECT_EQ(w.cell_at(last_slot, 0, 0, 0), w.slot(last_slot) + w.landing);
-            EXPECT_LE(w.cell_at(last_slot, s.experts_per_rank - 1, s.ranks - 1, w.cell_rows - 1) + u(w.cell.stride), w.bytes);
+            EXPECT_LE(w.cell_at(last_slot, s.experts_per_rank - 1, s.ranks - 1, s.cell_rows - 1) + u(w.cell.stride), w.bytes);
         }
         if (homes) {
             EXPECT_EQ(w.home_at(0, 0, 0), w.slot(0) + w.home);
@@ -518,7 +520,7 @@ TEST(Window, CellsAndHomeRowsAreDistinct) {
     std::vector<uint64_t> at;
     for (int64_t e = 0; e < 3; ++e)
         for (int64_t r = 0; r < 3; ++r)
-            for (int64_t i = 0; i < 15; ++i) at.push_back(w.cell_at(1, e, r, i));
+            for (int64_t i = 0; i < 4; ++i) at.push_back(w.cell_at(1, e, r, i));
     for (size_t i = 1; i < at.size(); ++i) EXPECT_EQ(at[i] - at[i - 1], static_cast<uint64_t>(w.cell.stride));
     at.clear();
     for (int64_t t = 0; t < 5; ++t)
@@ -549,7 +551,7 @@ TEST(Window, SizeIsTheSumOrTheLimitIsSeenInEveryDimension) {
     int refused = 0, accepted = 0;
     for (int n = 0; n < 20000; ++n) {
         WindowShape s = random_shape(random);
-        for (int64_t* field : {&s.ranks, &s.depth, &s.hidden, &s.topk, &s.tokens_max, &s.rows_max, &s.experts})
+        for (int64_t* field : {&s.ranks, &s.depth, &s.hidden, &s.topk, &s.tokens_max, &s.rows_max, &s.cell_rows, &s.experts})
             if (random.one_in(4)) *field = int64_t{1} << random.below(31);
         s.ranks = std::min<int64_t>(s.ranks, 4095);
         s.depth = std::min<int64_t>(s.depth, 64);
@@ -565,8 +567,7 @@ TEST(Window, SizeIsTheSumOrTheLimitIsSeenInEveryDimension) {
                     pages(u(s.rows_max) * row.scales) + pages(u(s.rows_max) * 12) + pages(s.weights ? u(s.rows_max) * 4 : 0) +
                     pages(u(s.rows_max) * u(s.hidden) * token_bytes(s.token));
         if (s.push) slot += pages(u(s.tokens_max * s.topk) * u(w.home_row.stride));
-        if (s.landing == Landing::padded)
-            slot += pages(u(s.experts_per_rank) * u(s.ranks) * u(s.tokens_max * s.topk) * u(w.cell.stride));
+        if (s.landing == Landing::padded) slot += pages(u(s.experts_per_rank) * u(s.ranks) * u(s.cell_rows) * u(w.cell.stride));
         if (s.landing == Landing::alltoallv)
             slot += pages(u(s.tokens_max * s.topk) * u(w.cell.stride)) + pages(u(s.rows_max) * u(w.cell.stride));
         const Wide tokens = u(sources_of(s)) * u(s.tokens_max), words = pages(tokens * u(s.topk) * 4);

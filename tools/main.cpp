@@ -41,13 +41,21 @@ void print_help() {
 }  // namespace
 
 int bench_command(int argc, char** argv) {
-    const bool kernels = argc > 2 && std::string_view(argv[2]) == "--kernels";
-    const char* name = kernels ? "switchyard-kernels" : "switchyard-bench";
-    const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe").parent_path() / name;
-    execv(program.c_str(), argv + (kernels ? 2 : 1));
-    throw Mistake(fmt::format(
-        "{} cannot be started: {}; build the target {}", program.string(), std::strerror(errno),
-        kernels ? "switchyard_kernels, for which CMake must find Google Benchmark (libbenchmark-dev)" : "switchyard_bench"));
+    struct Part {
+        std::string_view word;  // the first argument
+        const char *program, *target;
+    };
+    static constexpr Part parts[] = {
+        {"--kernels", "switchyard-kernels",
+         "switchyard_kernels, for which CMake must find Google Benchmark (libbenchmark-dev)"},
+        {"overlap", "switchyard-overlap", "switchyard_overlap, for which CMake must find OpenBLAS (libopenblas-dev)"},
+        {"", "switchyard-bench", "switchyard_bench"}};
+    const Part* part = parts;
+    while (!part->word.empty() && (argc < 3 || argv[2] != part->word)) ++part;
+    const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe").parent_path() / part->program;
+    execv(program.c_str(), argv + (part->word.empty() ? 1 : 2));
+    throw Mistake(
+        fmt::format("{} cannot be started: {}; build the target {}", program.string(), std::strerror(errno), part->target));
 }
 
 int main(int argc, char** argv) {

@@ -166,6 +166,7 @@ typedef struct sy_options {
     int64_t jitter_us;   /* for tests */
     int64_t group_ranks; /* of landing two_level; equal on all ranks, never changes a result; 0 = as the machine is built */
     int64_t progress;
+    int64_t cell_rows; /* of landing padded: rows a rank can send to one expert; equal on all ranks; 0 = the worst case */
 } sy_options;
 
 /* One line of the table of options. The texts live as long as the library. */
@@ -304,6 +305,11 @@ SY_API int32_t sy_session_stats(const sy_session* session, sy_stats* stats);
 /* Fills wait_ns [R] with the nanoseconds this rank has stood waiting while that rank was the next one it lacked, since the
  * session opened. SY_BAD_INPUT when `count` is not R. Works on a closed session. */
 SY_API int32_t sy_session_waits(const sy_session* session, int64_t* wait_ns, int64_t count);
+
+/* Writes why the session has the landing it has, in lines of text with a final 0, to text [text_bytes]: with landing auto what
+ * each was expected to cost, cheapest first. SY_BAD_INPUT, which says how many bytes it takes, when it does not fit; 4096 are
+ * enough today. Works on a closed session. */
+SY_API int32_t sy_session_explain(const sy_session* session, char* text, size_t text_bytes);
 
 /* Rows counted since the session opened or sy_session_reset_loads(): from this rank to each expert [E]; from all ranks to each
  * expert [E], to each slot [S] (experts again without a placement), to each rank [R]. Always on. */

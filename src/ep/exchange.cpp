@@ -169,6 +169,7 @@ layout::WindowShape shape_of(const Options& o, int64_t ranks) {
             .topk = o.topk,
             .tokens_max = o.tokens_max,
             .rows_max = o.rows_max,
+            .cell_rows = o.cell_rows,
             .token = o.dtype,
             .dispatch = o.dispatch_quant,
             .combine = o.combine_quant,
@@ -186,6 +187,8 @@ Status plan_window(Options& options, int64_t ranks, layout::Window* window) {
     const int64_t experts_per_rank = experts_of(0, ranks, options.experts).count();
     const int64_t worst = options.tokens_max * options.topk * ranks + experts_per_rank * (options.expert_alignment - 1);
     if (options.rows_max == 0) options.rows_max = std::min(worst, (int64_t{1} << 31) - 1);
+    const int64_t all = options.tokens_max * options.topk;
+    if (options.cell_rows == 0 || (options.landing == Landing::padded && options.cell_rows > all)) options.cell_rows = all;
     *window = layout::window_of(shape_of(options, ranks));
     if (window->bytes != layout::Region::limit_exceeded) return {};
     return {Code::capacity, fmt::format("a window for {} rows of {} columns at depth {} does not fit an address space. Lower "
@@ -333,18 +336,19 @@ Status take_counts(Rank& rank, Flight& flight, uint64_t tag) {
             std::fill(expected, expected + ranks, -1);
 
         int64_t sum = 0;
-        bool negative = false;
+        bool impossible = false;
         for (size_t e = 0; e < experts; ++e) {
             sum += counts[e];
-            negative = negative || counts[e] < 0;
+            impossible = impossible || counts[e] < 0 || (s.padded() && counts[e] > s.cell_rows);
         }
-        if (head.epoch != flight.epoch || head.tokens < 0 || head.tokens > s.tokens_max || negative ||
+        if (head.epoch != flight.epoch || head.tokens < 0 || head.tokens > s.tokens_max || impossible ||
             sum > head.tokens * s.topk)
-            return {Code::corrupt,
-                    fmt::format("dispatch {}: the count row of rank {} says epoch {}, {} tokens, {} rows{}; expected epoch {}, "
-                                "0..{} tokens of at most {} rows each. That process does not follow the window format.",
-                                flight.epoch, q, head.epoch, head.tokens, sum, negative ? ", some negative" : "", flight.epoch,
-                                s.tokens_max, s.topk)};
+            return {
+                Code::corrupt,
+                fmt::format("dispatch {}: the count row of rank {} says epoch {}, {} tokens, {} rows{}; expected epoch {}, "
+                            "0..{} tokens of at most {} rows each. That process does not follow the window format.",
+                            flight.epoch, q, head.epoch, head.tokens, sum,
+                            impossible ? ", some negative or more than a cell holds" : "", flight.epoch, s.tokens_max, s.topk)};
         if (differs(q, head.tag)) return tags_differ(flight, first, first_tag, q, head.tag);
         flight.source_tokens[static_cast<size_t>(q)] = head.tokens;
     }

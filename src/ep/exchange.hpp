@@ -28,12 +28,12 @@
 
 namespace switchyard::ep {
 
-/// The window that a session with these options needs. `landing` and `rows_max` are chosen; a combine_path that is still
-/// automatic gets room for either.
+/// The window that a session with these options needs. `landing`, `rows_max` and `cell_rows` are chosen; a combine_path
+/// that is still automatic gets room for either.
 layout::WindowShape shape_of(const Options& options, int64_t ranks);
 
-/// Chooses what `options` leave open (landing; rows_max) and lays the window out. The options are good. capacity when no
-/// address space could hold it.
+/// Chooses what `options` leave open (landing, rows_max, cell_rows) and lays the window out. The options are good. capacity
+/// when no address space could hold it.
 Status plan_window(Options& options, int64_t ranks, layout::Window* window);
 
 /// Of a two-level dispatch on this machine: the ranks of one NUMA node, if they lie evenly; else such that there are about as
