@@ -963,8 +963,9 @@ sy_exchange_options to_c(const ExchangeOptions& o) {
 
 ExchangeOptions from_c(const sy_exchange_options* given, const char* what) {
     const sy_exchange_options c = read_struct(given, what, to_c(ExchangeOptions{}));
-    // Values are judged by open, so that all ranks hear of them; a number of payloads that cannot be is none.
+    // Values are judged by open, so that all ranks hear of them.
     ExchangeOptions o;
+    o.payload_bytes.assign(static_cast<size_t>(std::clamp<int64_t>(c.payloads, 0, 1000)), 1);
     if (c.payloads >= 1 && c.payloads <= SY_PAYLOADS_MAX) o.payload_bytes.assign(c.payload_bytes, c.payload_bytes + c.payloads);
     o.experts = c.experts;
     o.topk = c.topk;

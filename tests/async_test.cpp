@@ -145,7 +145,9 @@ TEST(AsyncSession, RandomShapesGiveTheBytesOfTheReference) {
         o.expert_alignment = random.pick<int64_t>({1, 16});
         o.deliver_weights = random.one_in(2);
         o.depth = random.pick<int64_t>({1, 2, 4, 4});
-        o.landing = random.pick({Landing::packed, Landing::padded, Landing::in_place});
+        o.landing = random.pick(
+            {Landing::packed, Landing::padded, Landing::in_place, Landing::allgather, Landing::two_level, Landing::alltoallv});
+        o.group_ranks = o.landing == Landing::two_level ? 1 + random.below(ranks) : 0;
         o.combine_path = random.pick({CombinePath::read, CombinePath::push});
         o.jitter_us = random.one_in(3) ? 200 : 0;
         o.timeout_ms = never_ms;
@@ -314,7 +316,7 @@ TEST_P(Async, BadInputOfOneRankReachesAllThroughTheirHandles) {
         CombineArgs a = combine_args(problem, r, out.data());
         if (r == 2) a.out = nullptr;
         PendingCombine coming = at(r).combine_async(batch, a);
-        EXPECT_TRUE(is_error(outcome_of([&] { coming.wait(); }), r == 2 ? Code::bad_input : Code::bad_input, {"out is null"}));
+        EXPECT_TRUE(is_error(outcome_of([&] { coming.wait(); }), Code::bad_input, {"out is null"}));
         EXPECT_TRUE(is_error(outcome_of([&] { batch.rows(); }), Code::stale));
     });
     round_works();
@@ -463,12 +465,8 @@ TEST_P(Async, ExpertIsReadyWhenItsSourcesHaveSent) {
         }
         if (r == 0) {
             EXPECT_TRUE(is_error(outcome_of([&] { going.ready(1); }), Code::bad_input, {"1 experts"}));
-            if (early) {
-                EXPECT_TRUE(going.wait_expert(0));
-            } else {
-                EXPECT_TRUE(going.wait_expert(0));
-                EXPECT_TRUE(going.done());
-            }
+            EXPECT_TRUE(going.wait_expert(0));
+            EXPECT_TRUE(early || going.done());
             EXPECT_TRUE(going.ready(0));
             ASSERT_EQ(going.rows_of(0), 2);
             std::vector<std::byte> tile(2 * 33 * 2), plain;

@@ -104,8 +104,7 @@ void each_row(Rank& rank, const DispatchArgs& args, Send send) {
 
 // Counts the rows that were written.
 void note_sent(Rank& rank, const Flight& flight) {
-    const int64_t row_bytes =
-        rank.window.row.payload_bytes + rank.window.row.scale_bytes() + (rank.window.shape.weights ? 16 : 12);
+    const int64_t row_bytes = travelling_row_bytes(rank.window.row, rank.window.shape.weights);
     int64_t rows = 0, to_peers = 0;
     for (int p = 0; p < rank.ranks(); ++p) {
         const int64_t n = flight.rows_between(rank.me(), p);
@@ -611,20 +610,21 @@ void offer_tokens(Rank& rank, Flight& flight, const DispatchArgs& args) {
 
     // The ids and weights whole, once to each group; they tell its ranks which tokens there are theirs.
     const auto slots = static_cast<size_t>(args.tokens * topk);
+    const auto slot_bytes = slots * static_cast<size_t>(travelling_slot_bytes(w.shape.weights));
     uint64_t to_peers = static_cast<uint64_t>(sent.load(std::memory_order_relaxed)) * (payload_bytes + scale_bytes);
     for (int reader = 0; slots && reader < rank.ranks(); reader += static_cast<int>(rank.options.group_ranks)) {
         const Rank::Holder to = rank.holder_of(rank.me(), reader);
         send(to.rank, slot + w.x_ids + w.x_slot(to.copy) * 4, args.topk_ids, 4 * slots);
         if (w.shape.weights) send(to.rank, slot + w.x_weights + w.x_slot(to.copy) * 4, args.topk_weights, 4 * slots);
-        if (to.rank != rank.me()) to_peers += slots * (w.shape.weights ? 8 : 4);
+        if (to.rank != rank.me()) to_peers += slot_bytes;
     }
     rank.kernels.fence();
 
     rank.stats.rows_sent +=
         static_cast<uint64_t>(std::count_if(args.topk_ids, args.topk_ids + slots, [](int32_t id) { return id >= 0; }));
     rank.stats.bytes_sent_peers += to_peers;
-    rank.stats.bytes_sent += to_peers + slots * (w.shape.weights ? 8 : 4) +
-                             static_cast<uint64_t>(kept.load(std::memory_order_relaxed)) * (payload_bytes + scale_bytes);
+    rank.stats.bytes_sent +=
+        to_peers + slot_bytes + static_cast<uint64_t>(kept.load(std::memory_order_relaxed)) * (payload_bytes + scale_bytes);
 }
 
 Status find_sources(Rank& rank, Flight& flight) {

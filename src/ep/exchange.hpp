@@ -36,6 +36,15 @@ layout::WindowShape shape_of(const Options& options, int64_t ranks);
 /// when no address space could hold it.
 Status plan_window(Options& options, int64_t ranks, layout::Window* window);
 
+/// Bytes that travel with a row to its place, its source info and weight included; and with a slot (token, k) of tokens that
+/// are offered as they are: its id and weight.
+constexpr int64_t travelling_row_bytes(const layout::RowLayout& row, bool weights) {
+    return row.payload_bytes + row.scale_bytes() + (weights ? 16 : 12);
+}
+constexpr int64_t travelling_slot_bytes(bool weights) {
+    return weights ? 8 : 4;
+}
+
 /// Of a two-level dispatch on this machine: the ranks of one NUMA node, if they lie evenly; else such that there are about as
 /// many groups as ranks in one. Equal on all ranks of a host.
 int64_t ranks_of_a_group(int64_t ranks);

@@ -275,6 +275,7 @@ std::vector<int32_t> slots_of(const PlacementTable& table, int rank, std::span<c
 }
 
 std::vector<double> planned_rank_loads(const PlacementTable& table, std::span<const uint64_t> loads) {
+    if (const Status s = table.check(); !s.ok()) throw Error(s);
     check_loads("planned_rank_loads", loads, table.experts);
     const SlotsOf slots(table);
     const bool by_parts = table.choice == ReplicaChoice::least_loaded && !table.parts.empty();
