@@ -360,9 +360,10 @@ class Landings(InAFolder):
         self.assertIn("rank 2: topk_ids[1][1] is 1000", done.stdout)
 
     def test_every_landing_gives_the_bytes_of_the_reference(self):
-        said = self.right("verify", "--landings", "--quant-mode", "mxfp8_e5m2", *self.SHAPE).stdout
-        for landing in ("packed", "padded", "in_place", "allgather", "two_level", "alltoallv"):
-            self.assertRegex(said, rf"{landing} +\d+ bytes sent +every byte equals the reference")
+        for more in (("--quant-mode", "mxfp8_e5m2"), ("--deliver-weights", "yes"), ("--expert-alignment", 16)):
+            said = self.right("verify", "--landings", *more, *self.SHAPE).stdout
+            for landing in ("packed", "padded", "in_place", "allgather", "two_level", "alltoallv"):
+                self.assertRegex(said, rf"{landing} +\d+ bytes sent +dispatch and combine: every byte equals the reference")
 
     def test_landings_are_estimated_and_auto_takes_the_first(self):
         home = {"XDG_CACHE_HOME": self.folder}

@@ -42,8 +42,9 @@ struct Options {
     int64_t rows_max = 0;     ///< rows a rank can receive in one dispatch, pad rows of
                               ///< expert_alignment included; 0 = the worst case
     int64_t cell_rows = 0;    ///< landing padded: rows a rank can send to one expert in one dispatch; 0 = the worst case,
-                              ///< tokens_max * topk. The classic capacity: what apply_capacity (balance.hpp) leaves fits
-                              ///< cells of its `capacity`; a rank that sends more is a capacity error on all ranks
+                              ///< tokens_max * topk. The classic capacity: ceil(factor * tokens_max * topk / experts), the
+                              ///< most that apply_capacity (balance.hpp) leaves of any batch; a rank that sends more is a
+                              ///< capacity error on all ranks
 
     bool partial = false;  ///< a rank that has died contributes nothing instead of ending combine; after shrink() its
                            ///< experts count as unused slots. CombineArgs::missing tells how many

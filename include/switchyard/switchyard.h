@@ -369,7 +369,7 @@ typedef struct sy_batch_view {
 } sy_batch_view;
 
 /* Sends each token to the ranks of its experts; *batch is what this rank's experts received, or {null, 0} on error. Waits for
- * the counts and rows of all ranks. No row has moved anywhere when the input of any rank was bad; arguments that cannot be
+ * the counts and rows of all ranks. No batch exists anywhere when the input of any rank was bad; arguments that cannot be
  * read (null, or by their struct_size) are bad input that the other ranks hear of like any other. */
 SY_API int32_t sy_dispatch(sy_session* session, const sy_dispatch_args* args, sy_batch* batch);
 

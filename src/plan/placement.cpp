@@ -342,9 +342,6 @@ class Packing {
     }
 
     const std::vector<std::vector<int32_t>>& held() const { return held_; }  // [ranks] experts, ascending after plan()
-    const std::vector<int32_t>& holders(int32_t e) const { return holders_[index(e)]; }
-    double load(int32_t e) const { return loads_[index(e)]; }
-    double rank_load(int64_t r) const { return rank_loads_[index(r)]; }
 
  private:
     double each(int32_t e) const { return loads_[index(e)] / static_cast<double>(copies_[index(e)]); }
