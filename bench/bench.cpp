@@ -268,12 +268,15 @@ int bench_main(int argc, char** argv) {
 
 int main(int argc, char** argv) {
     try {
-        return switchyard::bench::bench_main(argc, argv);
+        const int code = switchyard::bench::bench_main(argc, argv);
+        if (std::fflush(stdout) == 0 && !std::ferror(stdout)) return code;
+        switchyard::tools::complain("switchyard bench: the output could not be written\n");
+        return 1;
     } catch (const switchyard::tools::Mistake& e) {
-        fmt::print(stderr, "switchyard bench: {}\n", e.what());
+        switchyard::tools::complain("switchyard bench: {}\n", e.what());
         return 2;
     } catch (const std::exception& e) {
-        fmt::print(stderr, "switchyard bench: {}\n", e.what());
+        switchyard::tools::complain("switchyard bench: {}\n", e.what());
         return 1;
     }
 }

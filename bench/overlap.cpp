@@ -16,6 +16,8 @@
 // results must be equal but for the order in which a GEMM adds when its tiles are others.
 #include <cblas.h>
 #include <sched.h>
+#include <signal.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -24,8 +26,10 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <iostream>
 #include <random>
 #include <string>
 #include <vector>
@@ -68,6 +72,22 @@ std::vector<float> noise(uint32_t seed, int64_t n, float scale) {
     std::vector<float> values(static_cast<size_t>(n));
     for (float& v : values) v = scale * (static_cast<float>(random()) / 1073741824.0F - 1.0F);
     return values;
+}
+
+template <class... A>
+void complain(const char* text, A... arguments) {
+    std::fputs("switchyard bench overlap: ", stderr);
+    if constexpr (sizeof...(A) == 0)
+        std::fputs(text, stderr);
+    else
+        std::fprintf(stderr, text, arguments...);
+    std::fputs("\n", stderr);
+}
+
+// 0, or 1 when what was printed could not be written.
+int output_code() {
+    if (std::fflush(stdout) == 0 && !std::ferror(stdout)) return 0;
+    return complain("the output could not be written"), 1;
 }
 
 class Layer {
@@ -148,7 +168,6 @@ void play_rank(const Settings& s, int rank, const std::string& job) {
     const int cpus_each = s.spare ? 2 : 1;
     cpu_set_t all;
     sched_getaffinity(0, sizeof all, &all);
-    openblas_set_num_threads(1);
     Layer layer(s, rank);
     if (rank == 0)
         std::printf(
@@ -239,12 +258,17 @@ void play_rank(const Settings& s, int rank, const std::string& job) {
 }  // namespace
 
 int main(int argc, char** argv) {
+    // OpenBLAS starts its threads when it is loaded, and joins them in every fork: without any, from the start.
+    if (setenv("OPENBLAS_NUM_THREADS", "1", 0) == 0 && !std::getenv("SWITCHYARD_OVERLAP_AGAIN")) {
+        setenv("SWITCHYARD_OVERLAP_AGAIN", "1", 1);
+        execv("/proc/self/exe", argv);
+    }
     Settings s;
     CLI::App app("Times a Mixture-of-Experts layer step by step and as a pipeline.", "switchyard bench overlap");
     app.option_defaults()->always_capture_default();
     app.add_option("--hidden", s.hidden, "width of a token")->check(CLI::Range(1, 1 << 16));
     app.add_option("--ffn", s.ffn, "width inside an expert: how much compute there is")->check(CLI::Range(1, 1 << 16));
-    app.add_option("--experts", s.experts, "experts of the whole group; each rank has as many")->check(CLI::Range(1, 4096));
+    app.add_option("--experts", s.experts, "experts of the whole group; each rank has its share")->check(CLI::Range(1, 4096));
     app.add_option("--topk", s.topk, "experts per token")->check(CLI::Range(1, 4096));
     app.add_option("--tokens", s.tokens, "tokens of each rank")->check(CLI::Range(1, 1 << 20));
     app.add_option("--ranks", s.ranks, "ranks")->check(CLI::Range(1, 256));
@@ -252,36 +276,54 @@ int main(int argc, char** argv) {
     app.add_option("--chunks", s.chunks, "chunks of tokens in the pipeline")->delimiter(',')->check(CLI::Range(1, 1 << 20));
     app.add_flag("--spare", s.spare, "a second CPU for each rank, on which its progress worker runs");
     app.add_flag("--trace", s.trace, "also the events of the last pipeline of each kind");
-    CLI11_PARSE(app, argc, argv);
+    try {
+        app.parse(argc, argv);
+    } catch (const CLI::ParseError& error) {
+        if (error.get_exit_code() != 0) return complain("%s", error.what()), 2;
+        app.exit(error);  // --help
+        std::cout.flush();
+        return std::cout ? 0 : (complain("the output could not be written"), 1);
+    }
     cpu_set_t all;
     sched_getaffinity(0, sizeof all, &all);
     if (const int needs = s.ranks * (s.spare ? 2 : 1); needs > CPU_COUNT(&all))
-        return std::fprintf(stderr, "switchyard bench overlap: that needs %d CPUs, this process may use %d\n", needs,
-                            CPU_COUNT(&all)),
+        return complain("that needs %d CPUs, this process may use %d", needs, CPU_COUNT(&all)), 2;
+    if (s.experts % s.ranks != 0) return complain("--experts must be a multiple of --ranks"), 2;
+    // Weights; tokens, results and the rows of both landings' windows. Anything larger than the machine would only be killed.
+    const double bytes = 4.0 * static_cast<double>(s.hidden) *
+                         (3.0 * static_cast<double>(s.ffn * s.experts) +
+                          static_cast<double>(s.ranks * s.tokens) * (3.0 + 6.0 * static_cast<double>(s.topk)));
+    const double has = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
+    if (bytes > 0.9 * has)
+        return complain(
+                   "that needs about %.1f GiB, the machine has %.1f; choose smaller --tokens, --hidden, --ffn or --experts",
+                   bytes / 0x1p30, has / 0x1p30),
                2;
-    if (s.experts % s.ranks != 0)
-        return std::fprintf(stderr, "switchyard bench overlap: --experts must be a multiple of --ranks\n"), 2;
 
     const std::string job = "overlap-" + std::to_string(getpid());
+    const pid_t parent = getpid();
     std::vector<pid_t> ranks;
     for (int r = 0; r < s.ranks; ++r) {
         const pid_t child = fork();
         if (child == 0) {
+            prctl(PR_SET_PDEATHSIG, SIGKILL);
+            if (getppid() != parent) _exit(1);  // it died before the line above
             try {
                 play_rank(s, r, job);
-                std::fflush(stdout);
-                _exit(0);
+                _exit(output_code());
             } catch (const std::exception& error) {
-                std::fprintf(stderr, "switchyard bench overlap: rank %d: %s\n", r, error.what());
+                complain("rank %d: %s", r, error.what());
                 _exit(1);
             }
         }
         ranks.push_back(child);
     }
     int code = 0;
-    for (const pid_t child : ranks) {
+    for (size_t r = 0; r < ranks.size(); ++r) {
         int status = 0;
-        if (child < 0 || waitpid(child, &status, 0) != child || !WIFEXITED(status) || WEXITSTATUS(status) != 0) code = 1;
+        if (ranks[r] < 0 || waitpid(ranks[r], &status, 0) != ranks[r]) status = 1;
+        if (WIFSIGNALED(status)) complain("rank %zu was ended by a signal: %s", r, strsignal(WTERMSIG(status)));
+        if (status != 0) code = 1;
     }
     return code;
 }

@@ -625,6 +625,8 @@ std::vector<Session> Session::open_local(std::span<const Options> options, std::
 std::vector<Session> Session::open_local_rows(std::span<const Options> options, std::span<const PlacementTable> tables,
                                               std::span<const uint64_t> rows) {
     if (options.empty()) throw Error(Status(Code::bad_input, "open_local: no ranks; give one Options per rank."));
+    if (options.size() > static_cast<size_t>(ranks_max))
+        throw Error(Status(Code::bad_input, fmt::format("open_local: {} ranks; allowed: 1..{}.", options.size(), ranks_max)));
     if (!tables.empty() && tables.size() != options.size())
         throw Error(Status(Code::bad_input, fmt::format("open_local: {} tables for {} ranks; give one per rank, or none.",
                                                         tables.size(), options.size())));
@@ -900,7 +902,10 @@ void Session::Impl::take_end(Operation& op) {
 // The caller does not want its end any more. In a Turn. Afterwards nothing the arguments point to is touched. What was posted
 // is begun first, so that the others see the same whether the worker had come to it or not.
 void Session::Impl::withdraw(Operation& op, Code code) {
-    if (op.state.load(std::memory_order_acquire) == Operation::State::posted) begin(op);
+    if (op.state.load(std::memory_order_acquire) == Operation::State::posted) {
+        begin(op);
+        move(false);  // as post() would have: beyond its gate it can tell the others why
+    }
     if (op.state.load(std::memory_order_acquire) == Operation::State::moving) {
         std::erase(active, &op);
         try {

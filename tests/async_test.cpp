@@ -494,5 +494,45 @@ TEST_P(Async, ExpertIsReadyWhenItsSourcesHaveSent) {
     });
 }
 
+TEST_P(Async, ExpertsRunInTheOrderInWhichTheirRowsCome) {
+    // Rank 0 has experts 0 and 1. Expert 0 gets a row of rank 2, which sends its counts and no rows until expert 1 has run.
+    Options o = options(2);
+    o.experts = 6;
+    o.topk = 1;
+    o.tokens_max = 1;
+    std::vector<Options> all(3, o);
+    all[2].progress = ProgressBy::caller;
+    sessions = Session::open_local(all);
+    const bool early = GetParam().landing == Landing::packed;
+    Random random(5);
+    const int32_t ids[] = {1, 1, 0};
+    std::vector<std::vector<std::byte>> x(3, std::vector<std::byte>(33 * 2));
+    for (auto& row : x) fill_values(o.dtype, random(), false, 33, row.data());
+    Signal counted, computed;
+    on_ranks(3, [&](int r) {
+        if (r != 2) counted.wait();
+        PendingDispatch coming =
+            at(r).dispatch_async({.x = x[static_cast<size_t>(r)].data(), .tokens = 1, .topk_ids = &ids[r]});
+        if (r == 2) {
+            counted.raise(2);
+            if (early) computed.wait();
+        }
+        if (r == 1 && early)  // moved by its own calls, it must go on
+            for (; !computed.is_raised(); sleep_ms(1)) at(1).progress();
+        std::vector<int64_t> order;
+        ExpertBatch batch = experts_as_they_come(at(r), coming, [&](int64_t e) {
+            order.push_back(e);
+            const int64_t rows = coming.rows_of(e);
+            EXPECT_EQ(rows, r != 0 ? 0 : e == 0 ? 1 : 2);
+            if (rows > 0) coming.gather(e, 0, rows, coming.y_of(e));
+            if (r == 0 && e == 1) computed.raise(2);
+        });
+        EXPECT_EQ(order, r == 0 && early ? (std::vector<int64_t>{1, 0}) : (std::vector<int64_t>{0, 1})) << r;
+        std::vector<std::byte> out(33 * 2);
+        at(r).combine(batch, {.out = out.data()});
+        EXPECT_EQ(difference("out", out, x[static_cast<size_t>(r)]), "") << r;
+    });
+}
+
 }  // namespace
 }  // namespace switchyard::test

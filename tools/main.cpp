@@ -60,27 +60,30 @@ int bench_command(int argc, char** argv) {
 
 int main(int argc, char** argv) {
     const std::string_view name = argc > 1 ? argv[1] : "";
-    if (name.empty() || name == "--help" || name == "-h" || name == "help") return print_help(), name.empty() ? 2 : 0;
-    if (name == "--version") return fmt::print("switchyard {}\n", SWITCHYARD_VERSION), 0;
-    for (const Command& c : commands) {
-        if (name != c.name) continue;
-        try {
-            const int code = c.run(argc, argv);
-            if (std::fflush(stdout) != 0 || std::ferror(stdout)) {
-                fmt::print(stderr, "switchyard {}: the output could not be written\n", c.name);
-                return std::max(code, 1);
-            }
-            return code;
-        } catch (const Mistake& e) {
-            fmt::print(stderr, "switchyard {}: {}\n", c.name, e.what());
-            return 2;
-        } catch (const std::exception& e) {
-            fmt::print(stderr, "switchyard {}: {}\n", c.name, e.what());
-            return 1;
-        }
+    const Command* const command =
+        std::find_if(std::begin(commands), std::end(commands), [&](const Command& c) { return name == c.name; });
+    std::string who = "switchyard";
+    if (command != std::end(commands)) who += fmt::format(" {}", command->name);
+    try {
+        int code = 2;
+        if (command != std::end(commands))
+            code = command->run(argc, argv);
+        else if (name.empty() || name == "--help" || name == "-h" || name == "help")
+            code = name.empty() ? 2 : 0, print_help();
+        else if (name == "--version")
+            code = 0, fmt::print("switchyard {}\n", SWITCHYARD_VERSION);
+        else
+            complain("switchyard: there is no command \"{}\"; see switchyard --help\n", name);
+        if (std::fflush(stdout) == 0 && !std::ferror(stdout)) return code;
+        complain("{}: the output could not be written\n", who);
+        return std::max(code, 1);
+    } catch (const Mistake& e) {
+        complain("{}: {}\n", who, e.what());
+        return 2;
+    } catch (const std::exception& e) {
+        complain("{}: {}\n", who, e.what());
+        return 1;
     }
-    fmt::print(stderr, "switchyard: there is no command \"{}\"; see switchyard --help\n", name);
-    return 2;
 }
 
 }  // namespace switchyard::tools
