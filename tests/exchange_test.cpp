@@ -418,7 +418,9 @@ TEST(Exchange, OptionsThatCannotBeAreRefused) {
                          }),
                          Code::mismatch, {"payload_bytes", "rank 1"}));
     const ExchangeOptions endless{.payload_bytes = {3, 5}, .topk = 4096, .items_max = (int64_t{1} << 31) - 1};
-    EXPECT_TRUE(is_error(open(endless), Code::system, {"items_max"}));
+    if (slowness == 1) {  // a sanitizer ends the process instead
+        EXPECT_TRUE(is_error(open(endless), Code::system, {"items_max"}));
+    }
     std::vector<Exchange> group = Exchange::open_local({.payload_bytes = {4}, .experts = 3, .items_max = 1}, 2);
     EXPECT_TRUE(is_error(outcome_of([&] { group[0].alltoallv({}); }), Code::bad_input, {"3 experts on 2 ranks"}));
 }

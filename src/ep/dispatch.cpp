@@ -150,6 +150,8 @@ Progress DispatchStep::after_counts(Rank& rank, Flight& flight) {
     rank.edge(Edge::counts_in, flight.epoch);
     if (await_.refuser() >= 0) return refused(rank, flight);
     if (Status s = take_counts(rank, flight, args_.tag); !s.ok()) return end(rank, flight, std::move(s), no_culprit);
+    // model: left_later
+    if (!await_.later().ok()) return end(rank, flight, await_.later(), await_.later_culprit());
     if (rank.options.landing == Landing::alltoallv) send_blocks(rank, flight, args_);
     fill_places(rank, flight, args_.topk_ids);
     if (rank.options.landing == Landing::packed) send_rows(rank, flight, args_);
@@ -174,6 +176,7 @@ Progress DispatchStep::after_rows(Rank& rank, Flight& flight) {
     if (!waits_for_counts(landing)) {
         if (await_.refuser() >= 0) return refused(rank, flight);
         if (Status s = take_counts(rank, flight, args_.tag); !s.ok()) return end(rank, flight, std::move(s), no_culprit);
+        if (!await_.later().ok()) return end(rank, flight, await_.later(), await_.later_culprit());
         fill_places(rank, flight, args_.topk_ids);
         fill_results(rank, flight);
         if (landing == Landing::padded)
@@ -181,8 +184,9 @@ Progress DispatchStep::after_rows(Rank& rank, Flight& flight) {
         else if (Status s = find_sources(rank, flight); !s.ok())
             return end(rank, flight, std::move(s), no_culprit);
         write_pad_rows(rank, flight);
-    } else if (landing == Landing::alltoallv) {
-        place_blocks(rank, flight);
+    } else {
+        if (!await_.later().ok()) return end(rank, flight, await_.later(), await_.later_culprit());
+        if (landing == Landing::alltoallv) place_blocks(rank, flight);
     }
     for (int p = 0; p < rank.ranks(); ++p)
         if (flight.lost[static_cast<size_t>(p)]) blank_rows_of(rank, flight, p);

@@ -114,7 +114,8 @@ void Await::begin(const Rank& rank, const Flight& flight, Flag flag, const uint8
     culprit_ = no_culprit;
     refusal_ = 0;
     looks_ = 0;
-    failure_ = {};
+    failure_ = later_ = {};
+    later_culprit_ = no_culprit;
     waiting_.clear();
     for (int i = 0; i < rank.ranks(); ++i) {
         const int p = (rank.me() + i) % rank.ranks();
@@ -152,6 +153,22 @@ bool Await::fail(Code code, int culprit, std::string text) {
     return true;
 }
 
+// Why `peer` has left, in words, from its `gone` of this epoch or a later one.
+Status Await::left_by(const Rank& rank, int peer, Word gone) const {
+    const int culprit = gone.rank();
+    const Code code = seen_from_outside(gone.code());
+    if (code == Code::peer_lost || code == Code::peer_closed)
+        return {code, fmt::format("rank {} {}{}. Call shrink() on the ranks that are left.", culprit,
+                                  code == Code::peer_lost ? "has died (its process ended)" : "closed its session",
+                                  culprit == peer ? fmt::format(" in epoch {}", gone.epoch())
+                                                  : fmt::format(", as rank {} has seen in epoch {}", peer, gone.epoch()))};
+    // model: left_reason
+    std::string reason = gone.epoch() == own_ ? reason_text(rank, slot_, culprit, own_) : "";
+    if (reason.empty() && culprit != no_culprit && culprit != peer) reason = fmt::format("because of rank {}.", culprit);
+    return {code, fmt::format("rank {} gave up epoch {} ({}){}{}", peer, own_, code_name(static_cast<Code>(gone.code())),
+                              reason.empty() ? "." : ": ", reason)};
+}
+
 // Left: `gone` of this epoch (or a later one in this slot) and then no `returned` of it, read in this order; in the other
 // order an error of a later epoch would pass for an error of this one.
 bool Await::somebody_left(const Rank& rank) {
@@ -165,22 +182,14 @@ bool Await::somebody_left(const Rank& rank) {
         // In dispatch this rank will reach the same verdict, in better words, as soon as it sees the counts.
         if (flag_ != Flag::returned && is_common_verdict(gone.code())) continue;
         // It has left a later epoch of this slot, at its gate, which overwrote why it left this one. It has done its part of
-        // this wait, so a common verdict will be reached here, too; if it was none, the next wait tells.
-        if (flag_ != Flag::returned && gone.epoch() > own_ && is_there(rank, peer)) continue;
-        const int culprit = gone.rank();
-        const Code code = seen_from_outside(gone.code());
-        if (code == Code::peer_lost || code == Code::peer_closed)
-            return fail(code, culprit,
-                        fmt::format("rank {} {}{}. Call shrink() on the ranks that are left.", culprit,
-                                    code == Code::peer_lost ? "has died (its process ended)" : "closed its session",
-                                    culprit == peer ? fmt::format(" in epoch {}", gone.epoch())
-                                                    : fmt::format(", as rank {} has seen in epoch {}", peer, gone.epoch())));
-        // model: left_reason
-        std::string reason = gone.epoch() == own_ ? reason_text(rank, slot_, culprit, own_) : "";
-        if (reason.empty() && culprit != no_culprit && culprit != peer) reason = fmt::format("because of rank {}.", culprit);
-        return fail(code, culprit,
-                    fmt::format("rank {} gave up epoch {} ({}){}{}", peer, own_, code_name(static_cast<Code>(gone.code())),
-                                reason.empty() ? "." : ": ", reason));
+        // this wait; whether a verdict that is common made it leave, the counts will tell, and what they tell goes first.
+        if (flag_ != Flag::returned && gone.epoch() > own_ && is_there(rank, peer)) {
+            if (later_.ok()) later_culprit_ = gone.rank(), later_ = left_by(rank, peer, gone);
+            continue;
+        }
+        culprit_ = gone.rank();
+        failure_ = left_by(rank, peer, gone);
+        return true;
     }
     return false;
 }

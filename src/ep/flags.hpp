@@ -57,6 +57,11 @@ class Await {
     const Status& failure() const { return failure_; }
     int culprit() const { return culprit_; }
 
+    /// A rank whose flag is there has left the epoch, and a later one since, so that nobody can tell whether it was by a
+    /// verdict that is common: the error to end with when this rank reaches none, or ok.
+    const Status& later() const { return later_; }
+    int later_culprit() const { return later_culprit_; }
+
     /// "the counts of rank 3 and 2 others": who is still awaited, for texts.
     std::string awaited() const;
     int first_awaited() const { return waiting_.empty() ? -1 : waiting_.front(); }
@@ -69,6 +74,7 @@ class Await {
     bool somebody_ended(const Rank& rank);
     Progress failed_unless_refused(const Rank& rank);
     bool fail(Code code, int culprit, std::string text);
+    Status left_by(const Rank& rank, int peer, layout::Word gone) const;
 
     layout::Flag flag_{};
     bool gate_ = false;
@@ -82,6 +88,8 @@ class Await {
     uint32_t refusal_ = 0;
     int culprit_ = no_culprit;
     Status failure_;
+    int later_culprit_ = no_culprit;
+    Status later_;
 };
 
 /// The reason a rank has published for an epoch with a flag of that epoch, or "" when there is none. Bounded and

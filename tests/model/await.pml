@@ -193,7 +193,9 @@ inline somebody_left() {                                 /* fills code and culpr
 				:: !(refuser != NOBODY && THERE(p)) && kind != RETURNED && CODE(g) == BAD -> p++
 #endif
 #ifndef LATER_LEAVES
-				:: refuser == NOBODY && THERE(p) && CODE(g) != BAD && kind != RETURNED && EP(g) > e -> p++
+				:: refuser == NOBODY && THERE(p) && CODE(g) != BAD && kind != RETURNED && EP(g) > e ->
+					if :: later == OK -> later = (CODE(g) == OWN -> LEFT : CODE(g)); later_who = p :: else -> skip fi;
+					p++
 #endif
 				:: else -> culprit = p; code = (CODE(g) == OWN -> LEFT : CODE(g)); was_told = true
 				fi
@@ -330,7 +332,7 @@ inline poll() {
 inline begin(what) {
 	d_step {
 		kind = what; waiting = (BIT(R) - 1) & ~BIT(me); refuser = NOBODY; refusal = OK; culprit = NOBODY; code = OK;
-		result = PENDING;
+		result = PENDING; later = OK; later_who = NOBODY;
 		if
 		:: kind == GATE && e == 1 -> waiting = 0                         /* nobody has used the slot yet */
 		:: kind == FIRST && verdict != OK -> refuser = me; refusal = verdict     /* my own flag is the first that is there */
@@ -347,7 +349,7 @@ inline begin(what) {
 
 proctype rank(byte me) {
 	byte e = 1, kind, waiting, refuser = NOBODY, refusal, code, culprit = NOBODY, result, verdict, prior;
-	byte p, q, i, g, was, was_culprit, before;
+	byte p, q, i, g, was, was_culprit, before, later, later_who = NOBODY;
 	bool done, owes, is_lost, is_closed, open, was_told, late;
 
 	goto dispatch;
@@ -420,6 +422,8 @@ after_first:
 	:: else -> skip
 #endif
 	fi;
+	// label left_later = src/ep/dispatch.cpp DispatchStep::after_counts
+	if :: later != OK -> code = later; culprit = later_who; goto leave :: else -> skip fi;   /* the counts name no verdict */
 #ifdef PADDED
 	goto batch;
 #else
@@ -429,6 +433,7 @@ after_first:
 #endif
 after_rows:
 	if :: result == FAILED -> goto leave :: else -> skip fi;
+	if :: later != OK -> code = later; culprit = later_who; goto leave :: else -> skip fi;
 batch:
 	open = true;
 	if
@@ -462,7 +467,7 @@ next:
 	skip;
 	d_step {
 		e++; kind = 0; waiting = 0; refuser = NOBODY; refusal = OK; code = OK; culprit = NOBODY; result = PENDING;
-		verdict = OK; was_told = false
+		verdict = OK; was_told = false; later = OK; later_who = NOBODY
 	};
 	goto dispatch;
 

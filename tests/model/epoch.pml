@@ -295,7 +295,7 @@ inline await(kind) {                                     /* all peers' flag of t
 #define SAYS(kind,p) (REACHED(kind,p) && CODE(FL(kind,me,p)) != OK)
 #define PUBLISHED(p) ((p) != me && (SAYS(GONE,p) || SAYS(FIRST,p)))
 // label read_reason = src/ep/flags.cpp reason_text
-// label left_reason = src/ep/flags.cpp Await::somebody_left
+// label left_reason = src/ep/flags.cpp Await::left_by
 // label refusal_reason = src/ep/dispatch.cpp DispatchStep::refused
 inline read_reason() {
 	if
