@@ -193,7 +193,7 @@ class ExpertFile {
                                 path_, expert, header_.at(expert), header_.at(expert + 1), now.st_size, header_.file_bytes())};
         return {Code::system,
                 fmt::format("experts in {}: expert {} cannot be read at byte {}: {}. The next acquire tries again.", path_,
-                            expert, trouble.at, std::strerror(trouble.error))};
+                            expert, trouble.at, trouble.error != 0 ? std::strerror(trouble.error) : "it ended there")};
     }
 
  private:
