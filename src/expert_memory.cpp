@@ -475,7 +475,7 @@ struct ExpertMemory::Impl {
         return in_time;
     }
 
-    // The same for an expert that is needed now; null at the deadline. Where all else is being read, the last in turn gives
+    // A frame for an expert that is needed now; null at the deadline. Where all are being read into, the last in turn gives
     // way.
     Frame* make_room(std::unique_lock<std::mutex>& lock, const Deadline& deadline) {
         Frame* found = find_room(true);
@@ -560,18 +560,18 @@ ExpertMemory ExpertMemory::open(const std::string& path, const ExpertMemoryOptio
                            "of another rank?",
                            path, header.experts, header.expert_bytes, o.experts ? o.experts : header.experts,
                            o.expert_bytes ? o.expert_bytes : header.expert_bytes));
-    const int64_t room = std::min(o.memory_bytes / header.stride, header.experts);
+    const int64_t stride = header.stride, room = std::min(o.memory_bytes / stride, header.experts);
     if (room < 1)
-        refuse(Code::bad_input, fmt::format("ExpertMemory: memory_bytes is {}; one expert of {} takes {}.", o.memory_bytes,
-                                            path, header.stride));
+        refuse(Code::bad_input,
+               fmt::format("ExpertMemory: memory_bytes is {}; one expert of {} takes {}.", o.memory_bytes, path, stride));
     try {
         // A forked child leaves its copy as it is: the threads are not there, and what they wait for would never end.
         return ExpertMemory(std::shared_ptr<Impl>(new Impl(std::move(file), o, room), [](Impl* impl) {
             if (impl->born.here()) delete impl;
         }));
     } catch (const std::bad_alloc&) {
-        refuse(Code::system, fmt::format("ExpertMemory: no memory for {} experts of {} bytes. Lower memory_bytes.", room,
-                                         in_pages(o.memory_bytes / room)));
+        refuse(Code::system,
+               fmt::format("ExpertMemory: no memory for {} experts of {} bytes. Lower memory_bytes.", room, stride));
     } catch (const std::system_error& e) {
         refuse(Code::system,
                fmt::format("ExpertMemory: {} readers cannot be started: {}. Lower option readers.", o.readers, e.what()));
