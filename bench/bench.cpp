@@ -178,7 +178,10 @@ int bench_main(int argc, char** argv) {
         "switchyard bench");
     add_flags(app, flags, dtype, simd);
     app.add_flag("--list", list, "scenarios and contestants of this build");
-    app.footer("switchyard bench --kernels times the number kernels beside memcpy instead; it has a --help of its own.");
+    app.footer(
+        "Programs of their own, each with a --help:\n"
+        "  switchyard bench --kernels   the number kernels beside memcpy\n"
+        "  switchyard bench overlap     how much communication hides behind experts with a real GEMM");
     app.failure_message(
         [](const CLI::App* a, const CLI::Error& e) { return fmt::format("{}: {}\n", a->get_name(), e.what()); });
     app.get_formatter()->column_width(48);
@@ -265,12 +268,15 @@ int bench_main(int argc, char** argv) {
 
 int main(int argc, char** argv) {
     try {
-        return switchyard::bench::bench_main(argc, argv);
+        const int code = switchyard::bench::bench_main(argc, argv);
+        if (std::fflush(stdout) == 0 && !std::ferror(stdout)) return code;
+        switchyard::tools::complain("switchyard bench: the output could not be written\n");
+        return 1;
     } catch (const switchyard::tools::Mistake& e) {
-        fmt::print(stderr, "switchyard bench: {}\n", e.what());
+        switchyard::tools::complain("switchyard bench: {}\n", e.what());
         return 2;
     } catch (const std::exception& e) {
-        fmt::print(stderr, "switchyard bench: {}\n", e.what());
+        switchyard::tools::complain("switchyard bench: {}\n", e.what());
         return 1;
     }
 }

@@ -90,7 +90,7 @@ class Play {
         if (changes & 0x100) o.landing = in_.below(8);
         if (changes & 0x200) o.combine_path = in_.below(4);
         if (changes & 0x400) o.depth = in_.below(5);
-        if (changes & 0x800) o.rows_max = in_.byte();
+        if (changes & 0x800) o.rows_max = o.cell_rows = in_.byte();
         if (changes & 0x1000) o.partial = in_.flag();
         if (changes & 0x2000) o.workers = in_.below(3);
         if (changes & 0x4000) o.simd = in_.below(9);

@@ -86,6 +86,7 @@ Options session_options(int64_t timeout_ms = deadline_ms) {
     o.experts = 2;
     o.tokens_max = 1;
     o.rows_max = 4;
+    o.cell_rows = 1;
     o.landing = Landing::packed;
     o.combine_path = CombinePath::read;
     o.huge_pages = HugePages::no;

@@ -129,6 +129,7 @@ class Group {
         o.experts = 1 + in_.below(9);
         o.tokens_max = 1 + in_.below(8);
         o.rows_max = in_.one_of<int64_t>({8, 40, 200});
+        o.cell_rows = o.tokens_max;
         o.depth = 1 + in_.below(2);
         o.dtype = in_.one_of({TokenType::f16, TokenType::bf16, TokenType::f32});
         o.landing = in_.one_of(
@@ -331,7 +332,7 @@ class Group {
                 if (ep::rows_lie_apart(options_.landing))
                     write(r,
                           w.slot(slot) + w.x_ids +
-                              4 * static_cast<uint64_t>(in_.below(static_cast<int>(w.shape.sources() * w.cell_rows))),
+                              4 * static_cast<uint64_t>(in_.below(static_cast<int>(w.shape.sources() * w.token_slots))),
                           static_cast<int32_t>(in_.number()));
                 break;
             case 8:

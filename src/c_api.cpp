@@ -79,6 +79,14 @@ void need(const void* pointer, const char* what) {
     if (!pointer) refuse(Code::bad_input, fmt::format("{} is null.", what));
 }
 
+// A text that the caller has room for.
+void store_text(const std::string& value, const char* function, char* text, size_t text_bytes) {
+    if (!text) refuse(Code::bad_input, fmt::format("{}: text is null.", function));
+    if (value.size() >= text_bytes)
+        refuse(Code::bad_input, fmt::format("{}: text_bytes is {}; it needs {}.", function, text_bytes, value.size() + 1));
+    std::memcpy(text, value.c_str(), value.size() + 1);
+}
+
 // --------------------------------------------------------------------------------------------------------------- structs
 
 template <class T>
@@ -180,6 +188,7 @@ constexpr Field fields[] = {
     {"combine_path", &sy_options::combine_path},
     {"depth", &sy_options::depth},
     {"rows_max", &sy_options::rows_max},
+    {"cell_rows", &sy_options::cell_rows},
     {"partial", &sy_options::partial},
     {"workers", &sy_options::workers},
     {"simd", &sy_options::simd},
@@ -428,12 +437,7 @@ int32_t sy_options_get(const sy_options* options, const char* name, char* text, 
     return guarded([&] {
         const Options known = from_c(options, "sy_options_get: options");
         need(name, "sy_options_get: name");
-        need(text, "sy_options_get: text");
-        const std::string value = option_text(option_of(name), known);
-        if (value.size() >= text_bytes)
-            refuse(Code::bad_input,
-                   fmt::format("sy_options_get: text_bytes is {}; option {} needs {}.", text_bytes, name, value.size() + 1));
-        std::memcpy(text, value.c_str(), value.size() + 1);
+        store_text(option_text(option_of(name), known), "sy_options_get", text, text_bytes);
     });
 }
 
@@ -680,6 +684,13 @@ int32_t sy_session_waits(const sy_session* session, int64_t* wait_ns, int64_t co
             throw Error(Status(Code::bad_input,
                                fmt::format("sy_session_waits: count is {}; the group has {} ranks.", count, waits.size())));
         std::copy(waits.begin(), waits.end(), wait_ns);
+    });
+}
+
+int32_t sy_session_explain(const sy_session* session, char* text, size_t text_bytes) {
+    return guarded([&] {
+        need(session, "sy_session_explain: session");
+        store_text(session->session.explain(), "sy_session_explain", text, text_bytes);
     });
 }
 
@@ -952,8 +963,9 @@ sy_exchange_options to_c(const ExchangeOptions& o) {
 
 ExchangeOptions from_c(const sy_exchange_options* given, const char* what) {
     const sy_exchange_options c = read_struct(given, what, to_c(ExchangeOptions{}));
-    // Values are judged by open, so that all ranks hear of them; a number of payloads that cannot be is none.
+    // Values are judged by open, so that all ranks hear of them.
     ExchangeOptions o;
+    o.payload_bytes.assign(static_cast<size_t>(std::clamp<int64_t>(c.payloads, 0, 1000)), 1);
     if (c.payloads >= 1 && c.payloads <= SY_PAYLOADS_MAX) o.payload_bytes.assign(c.payload_bytes, c.payload_bytes + c.payloads);
     o.experts = c.experts;
     o.topk = c.topk;

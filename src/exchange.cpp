@@ -50,11 +50,16 @@ void permutation_of(std::span<const int32_t> indices, std::span<const int64_t> o
     if (offsets.empty() || offsets.back() != static_cast<int64_t>(permutation.size()))
         refuse(Code::bad_input, fmt::format("permutation_of: offsets end at {} and the permutation has {} places.",
                                             offsets.empty() ? 0 : offsets.back(), permutation.size()));
+    for (size_t e = 0; e < offsets.size(); ++e)
+        if (offsets[e] < (e == 0 ? 0 : offsets[e - 1]) || (e == 0 && offsets[e] != 0))
+            refuse(Code::bad_input, fmt::format("permutation_of: offsets[{}] is {}; expected a running sum from 0, as of "
+                                                "offsets_of.",
+                                                e, offsets[e]));
     std::vector<int64_t> next(offsets.begin(), offsets.end() - 1);
     for (size_t i = 0; i < indices.size(); ++i) {
         const int32_t e = indices[i];
         if (e == -1) continue;
-        if (e < 0 || static_cast<size_t>(e) >= next.size() || next[static_cast<size_t>(e)] < offsets[static_cast<size_t>(e)] ||
+        if (e < 0 || static_cast<size_t>(e) >= next.size() ||
             next[static_cast<size_t>(e)] >= offsets[static_cast<size_t>(e) + 1])
             refuse(Code::bad_input,
                    fmt::format("permutation_of: indices[{}] is {}, for which the offsets have no place (left).", i, e));
@@ -220,25 +225,20 @@ struct Exchange::Impl {
         for (int64_t i = 0; i < args.items; ++i)
             for (size_t p = 0; p < parts.at.size(); ++p) {
                 const auto bytes = static_cast<size_t>(options.payload_bytes[p]);
-                std::memcpy(to + i * parts.bytes + parts.at[p],
-                            static_cast<const std::byte*>(args.payloads[p]) + static_cast<size_t>(i) * bytes, bytes);
+                std::byte* part = to + i * parts.bytes + parts.at[p];
+                const int64_t end = p + 1 < parts.at.size() ? parts.at[p + 1] : parts.bytes;
+                std::memcpy(part, static_cast<const std::byte*>(args.payloads[p]) + static_cast<size_t>(i) * bytes, bytes);
+                std::memset(part + bytes, 0, static_cast<size_t>(end - parts.at[p]) - bytes);  // the gap travels, too
             }
     }
 };
 
-// A rank that refuses still meets the others, with a session that cannot be, so that all of them get an error.
+// A rank that refuses still meets the others, so that all of them get its error.
 Exchange Exchange::open(const ExchangeOptions& options, const Group& group) {
     Buffers buffers;
     const Status wrong = prepare(options, group.size, buffers);
-    Options below = options_of(options, group.size);
-    if (!wrong.ok()) below.hidden = 0;
-    try {
-        Session session = Session::open_rows(below, group, number_of(options.payload_bytes));
-        return Exchange(std::make_shared<Impl>(std::move(session), options, std::move(buffers)));
-    } catch (const Error&) {
-        if (!wrong.ok()) throw Error(wrong);
-        throw;
-    }
+    Session session = Session::open_rows(options_of(options, group.size), group, number_of(options.payload_bytes), wrong);
+    return Exchange(std::make_shared<Impl>(std::move(session), options, std::move(buffers)));
 }
 
 std::vector<Exchange> Exchange::open_local(const ExchangeOptions& options, int ranks) {
@@ -312,13 +312,7 @@ Received Exchange::send(const SendArgs& args) {
         below.x = args.payloads[0];
     } else if (args.items > 0) {
         // Straight to where the other ranks read, if rows stay at home.
-        std::byte* to = nullptr;
-        const int64_t start_ns = now_ns(), timeout_ms = args.timeout_ms > 0 ? args.timeout_ms : o.timeout_ms;
-        try {
-            to = static_cast<std::byte*>(s.session.x(timeout_ms));
-        } catch (const Error&) {  // the dispatch meets the same, and takes its epoch, so that ranks stay in step
-            below.timeout_ms = std::max<int64_t>(1, timeout_ms - (now_ns() - start_ns) / 1'000'000);
-        }
+        auto* to = static_cast<std::byte*>(s.session.x_if_free(below.timeout_ms));
         if (!to) to = s.buffers.out.get();
         s.put_together(args, to);
         below.x = to;
@@ -374,7 +368,8 @@ void Exchange::send_back(Received& rows, const SendBackArgs& args) {
     Impl& s = impl();
     if (rows.exchange_ && rows.exchange_ != impl_) refuse(Code::stale, "send_back of rows that another exchange received.");
     const std::vector<int64_t> mine = std::move(rows.permutation_);
-    std::byte* home = s.as_they_are ? static_cast<std::byte*>(args.payloads[0]) : s.buffers.home.get();
+    const bool is_wanted = s.parts.at.size() > 1 || args.payloads[0];
+    std::byte* home = s.as_they_are || !is_wanted ? static_cast<std::byte*>(args.payloads[0]) : s.buffers.home.get();
     rows.exchange_.reset();
     s.session.combine(rows.batch_, {.rows = home, .timeout_ms = args.timeout_ms});
     if (s.as_they_are) return;

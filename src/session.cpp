@@ -163,8 +163,8 @@ Status compare_cards(const std::vector<std::vector<std::byte>>& cards) {
                     info.name == std::string_view("landing") || info.name == std::string_view("group_ranks");
                 if (by_landing && (head.automatic || first_head.automatic))
                     text +=
-                        " With landing auto each rank chose by the calibration in its cache folder and by the machine as it "
-                        "sees it: name a landing, or give all ranks the same HOME and CPUs.";
+                        " With landing auto each rank chose by the calibration in its cache folder and by the NUMA nodes it "
+                        "sees: name a landing, or give all ranks the same HOME.";
                 return {Code::mismatch, std::move(text)};
             }
             ++i;
@@ -399,7 +399,7 @@ struct Session::Impl {
     void tell_worker() {
         posts.fetch_add(1, std::memory_order_release);
         posts.notify_one();
-        link->nudge();  // it may sleep for flags
+        if (connected) link->nudge();  // it may sleep for flags
     }
 
     Operation& post_dispatch(const DispatchArgs& args);
@@ -422,7 +422,7 @@ struct Session::Impl {
     void serve();
 
     static std::shared_ptr<Impl> open(const Options& options, std::unique_ptr<Transport> link, const PlacementTable* table,
-                                      uint64_t rows);
+                                      uint64_t rows, const Status& refused);
 
     /// What this rank can find wrong alone; otherwise everything it needs is allocated, down to the last thread.
     Status prepare(Options options, const PlacementTable* table);
@@ -549,16 +549,27 @@ Status Session::Impl::prepare(Options options, const PlacementTable* table) {
                             options.depth, options.tokens_max, options.topk)};
     }
     patience = Patience::of(ranks * options.workers, usable_cpus());
+    if (options.progress == ProgressBy::worker) {
+        try {
+            progress = std::make_unique<std::thread>([this] {
+                posts.wait(0, std::memory_order_acquire);  // for the first post, or the end; pairs with tell_worker()
+                serve();
+            });
+        } catch (const std::system_error& e) {
+            return {Code::system,
+                    fmt::format("the progress worker cannot be started: {}. Leave option progress at caller.", e.what())};
+        }
+    }
     return {};
 }
 
 std::shared_ptr<Session::Impl> Session::Impl::open(const Options& options, std::unique_ptr<Transport> link,
-                                                   const PlacementTable* table, uint64_t rows) {
+                                                   const PlacementTable* table, uint64_t rows, const Status& refused) {
     auto impl = std::make_shared<Impl>(std::move(link));
     const Deadline deadline = Deadline::after_ms(options.timeout_ms >= 1 ? options.timeout_ms : Options().timeout_ms);
 
     // A rank that refuses still meets the others, so that all of them get the error.
-    const Status refusal = impl->prepare(options, table);
+    const Status refusal = refused.ok() ? impl->prepare(options, table) : refused;
     const std::vector<std::byte> card =
         make_card(refusal.ok() ? impl->rank->options : options, table, rows, options.landing == Landing::automatic, refusal);
     std::vector<std::vector<std::byte>> cards;
@@ -578,15 +589,6 @@ std::shared_ptr<Session::Impl> Session::Impl::open(const Options& options, std::
     const layout::WindowHeader header = layout::header_of(impl->rank->window, impl->link->rank(), impl->rank->born.process());
     std::memcpy(impl->link->window(), &header, sizeof header);
     impl->connected = true;
-    if (impl->rank->options.progress == ProgressBy::worker) {
-        try {
-            impl->progress = std::make_unique<std::thread>([s = impl.get()] { s->serve(); });
-        } catch (const std::system_error& e) {
-            throw Error(Status(Code::system, fmt::format("the progress worker of rank {} cannot be started: {}. Leave option "
-                                                         "progress at caller.",
-                                                         impl->link->rank(), e.what())));
-        }
-    }
     return impl;
 }
 
@@ -600,15 +602,15 @@ std::unique_ptr<Transport> transport_of(const Group& group) {
 }  // namespace
 
 Session Session::open(const Options& options, const Group& group) {
-    return open_rows(options, group, 0);
+    return Session(Impl::open(options, transport_of(group), nullptr, 0, {}));
 }
 
 Session Session::open(const Options& options, const Group& group, const PlacementTable& table) {
-    return Session(Impl::open(options, transport_of(group), &table, 0));
+    return Session(Impl::open(options, transport_of(group), &table, 0, {}));
 }
 
-Session Session::open_rows(const Options& options, const Group& group, uint64_t rows) {
-    return Session(Impl::open(options, transport_of(group), nullptr, rows));
+Session Session::open_rows(const Options& options, const Group& group, uint64_t rows, const Status& refusal) {
+    return Session(Impl::open(options, transport_of(group), nullptr, rows, refusal));
 }
 
 std::vector<Session> Session::open_local(const Options& options, int ranks) {
@@ -628,6 +630,8 @@ std::vector<Session> Session::open_local(std::span<const Options> options, std::
 std::vector<Session> Session::open_local_rows(std::span<const Options> options, std::span<const PlacementTable> tables,
                                               std::span<const uint64_t> rows) {
     if (options.empty()) throw Error(Status(Code::bad_input, "open_local: no ranks; give one Options per rank."));
+    if (options.size() > static_cast<size_t>(ranks_max))
+        throw Error(Status(Code::bad_input, fmt::format("open_local: {} ranks; allowed: 1..{}.", options.size(), ranks_max)));
     if (!tables.empty() && tables.size() != options.size())
         throw Error(Status(Code::bad_input, fmt::format("open_local: {} tables for {} ranks; give one per rank, or none.",
                                                         tables.size(), options.size())));
@@ -641,7 +645,7 @@ std::vector<Session> Session::open_local_rows(std::span<const Options> options, 
             threads.emplace_back([&, r] {
                 try {
                     impls[r] = Impl::open(options[r], std::move(links[r]), tables.empty() ? nullptr : &tables[r],
-                                          rows.empty() ? 0 : rows[r]);
+                                          rows.empty() ? 0 : rows[r], {});
                 } catch (...) {
                     errors[r] = std::current_exception();
                 }
@@ -710,7 +714,8 @@ Operation& Session::Impl::post_combine(ExpertBatch& batch, const CombineArgs& ar
                            fmt::format("combine on rank {} of a batch that another session dispatched (epoch {} of rank {}).",
                                        link->rank(), batch.epoch_, batch.flight_->rank->me())));
     ep::Flight& flight = *batch.flight_;
-    if (!flight.open || flight.epoch != batch.epoch_)
+    // The epoch first: of a later one in this slot the worker may be changing `open`.
+    if (flight.epoch != batch.epoch_ || !flight.open)
         throw Error(
             Status(Code::stale, fmt::format("combine of the batch of epoch {}, which has ended; its slot holds epoch {} now.",
                                             batch.epoch_, flight.epoch)));
@@ -902,7 +907,10 @@ void Session::Impl::take_end(Operation& op) {
 // The caller does not want its end any more. In a Turn. Afterwards nothing the arguments point to is touched. What was posted
 // is begun first, so that the others see the same whether the worker had come to it or not.
 void Session::Impl::withdraw(Operation& op, Code code) {
-    if (op.state.load(std::memory_order_acquire) == Operation::State::posted) begin(op);
+    if (op.state.load(std::memory_order_acquire) == Operation::State::posted) {
+        begin(op);
+        move(false);  // as post() would have: beyond its gate it can tell the others why
+    }
     if (op.state.load(std::memory_order_acquire) == Operation::State::moving) {
         std::erase(active, &op);
         try {
@@ -993,15 +1001,17 @@ ExpertBatch Session::dispatch(const DispatchArgs& args) {
 
 void Session::refuse_dispatch(const Status& why, uint64_t tag, int64_t timeout_ms) {
     Impl& s = impl();
+    const uint64_t before = s.last_epoch;
+    bool is_first = false;  // an older error goes first
     {
         const Impl::Turn turn(s);
-        if (s.untold.ok()) s.untold = why;
+        if (s.untold.ok()) s.untold = why, is_first = true;
     }
     try {
         dispatch({.tag = tag, .timeout_ms = timeout_ms});
-    } catch (const Error& e) {
+    } catch (const Error&) {
         const Impl::Turn turn(s);
-        if (e.code() == Code::depth || e.code() == Code::stale) s.untold = {};  // it has not begun: nobody was told
+        if (is_first && s.last_epoch == before) s.untold = {};  // it has not begun: nobody was told
         throw;
     }
     throw Error(why);
@@ -1073,6 +1083,17 @@ void* Session::x(int64_t timeout_ms) {
     if (end != ep::Progress::done) throw Error(late.ok() ? s.gate.failure() : late);
     const layout::Window& w = s.rank->window;
     return s.rank->own(w.slot(next.slot) + w.x);
+}
+
+void* Session::x_if_free(int64_t& timeout_ms) {
+    const int64_t all_ms = timeout_ms > 0 ? timeout_ms : impl().rank->options.timeout_ms, start_ns = now_ns();
+    void* place = nullptr;
+    try {
+        place = x(all_ms);
+    } catch (const Error&) {  // the dispatch meets the same, and takes its epoch, so that ranks stay in step
+    }
+    timeout_ms = std::max<int64_t>(1, all_ms - (now_ns() - start_ns) / 1'000'000);
+    return place;
 }
 
 std::vector<int> Session::shrink(const ShrinkArgs& args) {
@@ -1527,7 +1548,7 @@ bool PendingDispatch::wait_part(int64_t part, int64_t timeout_ms) {
 const ep::Flight& PendingDispatch::flight(const char* call) const {
     if (!operation_ || !ended_well_) operation(call);
     const ep::Flight& f = *operation_->flight;
-    if (ended_well_ && (!f.open || f.epoch != epoch_ || !f.rank->here()))  // by shrink, close or its batch's combine
+    if (ended_well_ && (f.epoch != epoch_ || !f.open || !f.rank->here()))  // by shrink, close or its batch's combine
         throw Error(Status(Code::stale, fmt::format("the batch of epoch {} has ended; its rows are gone.", epoch_)));
     return f;
 }

@@ -18,6 +18,7 @@
 #include "ep/combine.hpp"
 #include "ep/dispatch.hpp"
 #include "layout/window.hpp"
+#include "plan/placement.hpp"
 #include "quant/quant.hpp"
 #include "switchyard/reference.hpp"
 #include "transport/sim.hpp"
@@ -41,14 +42,19 @@ struct Input {
     uint64_t tag = 0;
     std::vector<std::byte> x, shared;  // [T,H]
     std::vector<int32_t> ids;          // [T,K]
+    std::vector<int32_t> slots;        // [T,K] where they go: the ids again without a placement table
     std::vector<float> weights;        // [T,K]
+    std::vector<int64_t> sends;        // [E] send_counts, or empty
+    std::vector<int64_t> expects;      // [R] recv_counts, or empty
 };
 
 // A dispatch and what becomes of it; round i is epoch i + 1.
 struct Round {
     std::vector<Input> of;  // [R]
     bool weighted = true, with_shared = false, y_in_window = true, x_in_window = false;
-    bool excess = false;  // a rank would receive more rows than its window holds
+    bool as_rows = false;           // combine brings rows home and sums nothing
+    bool excess = false;            // a rank would receive more rows than its window holds
+    std::vector<uint8_t> overfull;  // [R] whether it sends more rows to an expert than a cell holds
     // The right results, once somebody needs them.
     bool solved = false;
     std::vector<reference::Received> received;
@@ -56,11 +62,12 @@ struct Round {
 };
 
 struct Op {
-    enum class Kind { dispatch, combine, drop } kind;
+    enum class Kind { dispatch, combine, drop, wait_dispatch, wait_combine } kind;
     int round;
+    bool waits = true;  // dispatch, combine: for its end; otherwise it is one in two halves, and a wait_* follows
 };
 
-enum class Trouble { bad_input, tag, drop, bad_combine, close, death, stall };
+enum class Trouble { bad_input, tag, counts, drop, bad_combine, close, death, stall };
 
 struct Fault {
     Trouble kind;
@@ -73,6 +80,7 @@ struct Fault {
 
 struct Scenario {
     Options options;
+    std::optional<PlacementTable> table;
     int ranks = 1;
     sim::WorldShape world;
     int64_t turn_ns = 1000;       // longest turn
@@ -84,6 +92,12 @@ struct Scenario {
     std::vector<Fault> faults;
 
     int64_t timeout_ns() const { return options.timeout_ms * ms; }
+    /// As window and reference see them: slots are their experts.
+    Options slot_options() const {
+        Options o = options;
+        if (table) o.experts = table->slots();
+        return o;
+    }
     const Fault* fault(Trouble kind, int rank, int round) const {
         for (const Fault& f : faults)
             if (f.kind == kind && f.rank == rank && f.round == round) return &f;
@@ -159,6 +173,15 @@ void draw_shape(Random& random, Scenario& s) {
     o.combine_path = s.world.reachable && random.one_in(2) ? CombinePath::read : CombinePath::push;
     o.depth = random.between(1, 3);
     o.timeout_ms = random.between(400, 1500);
+    if (random.one_in(3)) {
+        std::vector<uint64_t> loads;
+        for (int64_t e = 0; e < o.experts; ++e) loads.push_back(static_cast<uint64_t>(random.below(100)));
+        const int64_t spare = random.between(0, std::min<int64_t>(6, (s.ranks - 1) * o.experts));
+        s.table = plan_placement(
+            loads, {.ranks = s.ranks,
+                    .slots = o.experts + spare,
+                    .choice = pick(random, {ReplicaChoice::round_robin, ReplicaChoice::nearest, ReplicaChoice::least_loaded})});
+    }
 
     const int64_t us = 1000;
     s.world.delay_ns = pick(random, {int64_t{0}, us, 20 * us, 500 * us});
@@ -168,6 +191,63 @@ void draw_shape(Random& random, Scenario& s) {
     s.break_one_in = pick(random, {0, 64, 16, 5});
     s.spins = random.below(6);
     for (int r = 0; r < s.ranks; ++r) s.weight.push_back(random.one_in(4) ? 1 : 8);
+}
+
+// Fills send_counts and recv_counts as they are.
+void tell_counts(const Scenario& s, Round& round) {
+    const int64_t slots = s.slot_options().experts;
+    for (Input& in : round.of) {
+        in.sends.assign(static_cast<size_t>(s.options.experts), 0);
+        in.expects.assign(static_cast<size_t>(s.ranks), 0);
+    }
+    for (size_t source = 0; source < round.of.size(); ++source) {
+        Input& in = round.of[source];
+        for (const int32_t id : in.ids)
+            if (id >= 0) ++in.sends[static_cast<size_t>(id)];
+        for (const int32_t slot : in.slots)
+            for (int r = 0; slot >= 0 && r < s.ranks; ++r) {
+                const ExpertRange range = experts_of(r, s.ranks, slots);
+                if (slot >= range.first && slot < range.last) ++round.of[static_cast<size_t>(r)].expects[source];
+            }
+    }
+}
+
+// The calls, the same on all ranks. The last that begins is a combine, when all dispatches have ended: who has come back from
+// it knows that all have dispatched.
+void draw_script(Random& random, Scenario& s) {
+    const auto rounds = static_cast<int>(s.rounds.size()), depth = static_cast<int>(s.options.depth);
+    const bool halves = random.one_in(2);
+    std::vector<int> dispatching, open, combining;
+    const auto take = [&](std::vector<int>& from) {
+        const size_t at = random.one_in(3) ? static_cast<size_t>(random.below(static_cast<int64_t>(from.size()))) : 0;
+        const int round = from[at];
+        from.erase(from.begin() + static_cast<int64_t>(at));
+        return round;
+    };
+    for (int next = 0; next < rounds || !dispatching.empty() || !open.empty() || !combining.empty();) {
+        bool room = next < rounds;  // whether the next dispatch has its slot
+        for (const std::vector<int>* in_use : {&dispatching, &open, &combining})
+            for (const int round : *in_use) room = room && round > next - depth;
+        const bool waits = !halves || random.one_in(3);
+        if (room && ((dispatching.empty() && open.empty() && combining.empty()) || random.one_in(2))) {
+            s.script.push_back({Op::Kind::dispatch, next, waits});
+            (waits ? open : dispatching).push_back(next++);
+        } else if (!dispatching.empty() && (open.empty() || random.one_in(2))) {
+            open.push_back(take(dispatching));
+            s.script.push_back({Op::Kind::wait_dispatch, open.back()});
+        } else if (!combining.empty() && (open.empty() || random.one_in(2))) {
+            s.script.push_back({Op::Kind::wait_combine, take(combining)});
+        } else {
+            const bool last = next == rounds && dispatching.empty() && open.size() == 1;
+            const int round = take(open);
+            if (!last && random.one_in(6)) {
+                s.script.push_back({Op::Kind::drop, round});
+            } else {
+                s.script.push_back({Op::Kind::combine, round, waits});
+                if (!waits) combining.push_back(round);
+            }
+        }
+    }
 }
 
 void draw_rounds(Random& random, Scenario& s, const Values& values) {
@@ -181,6 +261,8 @@ void draw_rounds(Random& random, Scenario& s, const Values& values) {
         round.with_shared = random.one_in(3);
         round.y_in_window = random.one_in(2);
         round.x_in_window = random.one_in(2);
+        round.as_rows = o.combine_quant == Format::none && random.one_in(4);
+        const bool with_counts = random.one_in(4);
         const bool nobody = random.one_in(10);
         const auto favourite = static_cast<int32_t>(random.below(o.experts));
         const int64_t skew = random.between(1, 4);  // 1: nearly all to the favourite
@@ -203,61 +285,74 @@ void draw_rounds(Random& random, Scenario& s, const Values& values) {
                 in.ids.push_back(id);
                 in.weights.push_back(static_cast<float>(random.between(-1000, 1000)) / 640.0F);
             }
+            in.slots = s.table ? slots_of(*s.table, r, in.ids) : in.ids;
             round.of.push_back(std::move(in));
         }
+        if (with_counts) tell_counts(s, round);
         s.rounds.push_back(std::move(round));
     }
 
-    // What each round asks of the fullest window, and a window that may be too small for some of them.
+    // What each round asks of the fullest window and the fullest cell, and a window that may be too small for some of them.
+    const int64_t slots = s.slot_options().experts;
     std::vector<int64_t> asked;
+    std::vector<std::vector<int64_t>> asked_cells;  // [rounds][R]
+    int64_t most_in_cell = 0;
     for (const Round& round : s.rounds) {
-        std::vector<int64_t> of_expert(static_cast<size_t>(o.experts));
-        for (const Input& in : round.of)
-            for (const int32_t id : in.ids)
-                if (id >= 0) ++of_expert[static_cast<size_t>(id)];
+        std::vector<int64_t> of_slot(static_cast<size_t>(slots));
+        std::vector<int64_t>& cells = asked_cells.emplace_back();
+        for (const Input& in : round.of) {
+            std::vector<int64_t> mine(static_cast<size_t>(slots));
+            for (const int32_t slot : in.slots)
+                if (slot >= 0) ++mine[static_cast<size_t>(slot)];
+            for (size_t i = 0; i < mine.size(); ++i) of_slot[i] += mine[i];
+            cells.push_back(*std::max_element(mine.begin(), mine.end()));
+            most_in_cell = std::max(most_in_cell, cells.back());
+        }
         int64_t fullest = 0;
         for (int r = 0; r < s.ranks; ++r) {
-            const ExpertRange range = experts_of(r, s.ranks, o.experts);
+            const ExpertRange range = experts_of(r, s.ranks, slots);
             int64_t rows = 0;
-            for (int64_t e = range.first; e < range.last; ++e)
-                rows += (of_expert[static_cast<size_t>(e)] + o.expert_alignment - 1) / o.expert_alignment * o.expert_alignment;
+            for (int64_t i = range.first; i < range.last; ++i)
+                rows += (of_slot[static_cast<size_t>(i)] + o.expert_alignment - 1) / o.expert_alignment * o.expert_alignment;
             fullest = std::max(fullest, rows);
         }
         asked.push_back(fullest);
     }
-    const int64_t most = *std::max_element(asked.begin(), asked.end());
-    o.rows_max = std::max<int64_t>(1, random.one_in(6) ? random.between(most / 2, most) : most + random.below(3));
-    for (size_t i = 0; i < asked.size(); ++i) s.rounds[i].excess = asked[i] > o.rows_max;
-
-    // The calls, the same on all ranks. The last one is a combine: who has come back from it knows that all have dispatched.
-    std::vector<int> open;
-    for (int next = 0; next < rounds || !open.empty();) {
-        const bool room = next < rounds && (open.empty() || open.front() > next - static_cast<int>(o.depth));
-        if (room && (open.empty() || random.one_in(2))) {
-            s.script.push_back({Op::Kind::dispatch, next});
-            open.push_back(next++);
-            continue;
-        }
-        const size_t at = random.one_in(3) ? static_cast<size_t>(random.below(static_cast<int64_t>(open.size()))) : 0;
-        const bool last = next == rounds && open.size() == 1;
-        s.script.push_back({!last && random.one_in(6) ? Op::Kind::drop : Op::Kind::combine, open[at]});
-        open.erase(open.begin() + static_cast<int64_t>(at));
+    const auto room_for = [&](int64_t most) {
+        return std::max<int64_t>(1, random.one_in(6) ? random.between(most / 2, most) : most + random.below(3));
+    };
+    o.rows_max = room_for(*std::max_element(asked.begin(), asked.end()));
+    o.cell_rows = random.one_in(3) ? std::max<int64_t>(1, o.tokens_max * o.topk) : room_for(most_in_cell);
+    for (size_t i = 0; i < asked.size(); ++i) {
+        Round& round = s.rounds[i];
+        round.excess = asked[i] > o.rows_max;
+        for (const int64_t rows : asked_cells[i]) round.overfull.push_back(o.landing == Landing::padded && rows > o.cell_rows);
     }
+
+    draw_script(random, s);
 }
 
 void draw_faults(Random& random, Scenario& s) {
     const auto rounds = static_cast<int64_t>(s.rounds.size());
     for (int64_t n = pick(random, {0, 1, 1, 2, 3}); n > 0; --n) {
         Fault f{};
-        f.kind = pick(random, {Trouble::bad_input, Trouble::tag, Trouble::drop, Trouble::bad_combine, Trouble::close,
-                               Trouble::death, Trouble::death, Trouble::stall});
+        f.kind = pick(random, {Trouble::bad_input, Trouble::tag, Trouble::counts, Trouble::drop, Trouble::bad_combine,
+                               Trouble::close, Trouble::death, Trouble::death, Trouble::stall});
         f.rank = static_cast<int>(random.below(s.ranks));
         f.round = static_cast<int>(random.below(rounds));
         f.which = random.below(8);
         if (f.kind == Trouble::close) f.at = random.below(static_cast<int64_t>(s.script.size()));
         if (f.kind == Trouble::death || f.kind == Trouble::stall) f.at = random.between(1, int64_t{1} << random.between(3, 10));
         if (f.kind == Trouble::stall) f.ns = random.between(1, 40) * s.timeout_ns() / 10;
-        if (f.kind == Trouble::tag) s.rounds[static_cast<size_t>(f.round)].of[static_cast<size_t>(f.rank)].tag = 99;
+        Round& round = s.rounds[static_cast<size_t>(f.round)];
+        if (f.kind == Trouble::tag) round.of[static_cast<size_t>(f.rank)].tag = 99;
+        if (f.kind == Trouble::counts) {
+            const int64_t most = s.options.tokens_max * s.options.topk;
+            if (most == 0 || s.fault(Trouble::counts, f.rank, f.round)) continue;
+            if (round.of[0].expects.empty()) tell_counts(s, round);
+            int64_t& expected = round.of[static_cast<size_t>(f.rank)].expects[static_cast<size_t>(f.which % s.ranks)];
+            expected += expected < most ? 1 : -1;
+        }
         s.faults.push_back(f);
     }
 }
@@ -267,24 +362,36 @@ std::string text_of(const Scenario& s) {
     const auto name = [&](const char* option) { return option_text(*find_option(option), o); };
     std::string text = fmt::format(
         "{} ranks, {} windows, H {}, K {}, E {}, {}, dispatch {}, combine {}, landing {}, path {}, depth {}, "
-        "rows_max {}, alignment {}{}\n",
+        "rows_max {}, cell_rows {}, alignment {}{}\n",
         s.ranks, s.world.reachable ? "reachable" : "unreachable", o.hidden, o.topk, o.experts, name("dtype"),
-        name("dispatch_quant"), name("combine_quant"), name("landing"), name("combine_path"), o.depth, o.rows_max,
+        name("dispatch_quant"), name("combine_quant"), name("landing"), name("combine_path"), o.depth, o.rows_max, o.cell_rows,
         o.expert_alignment, o.deliver_weights ? ", weights delivered" : "");
+    if (s.table) {
+        text += "slots hold experts";
+        for (const int32_t expert : s.table->expert_of) text += fmt::format(" {}", expert);
+        text += fmt::format(", replica choice {}\n", static_cast<int>(s.table->choice));
+    }
     text += fmt::format("what is sent arrives within {} us, 1 in {} within {} us; deadline {} ms; breaks in 1 of {} calls\n",
                         s.world.delay_ns / 1000, s.world.late_one_in, s.world.late_ns / 1000, o.timeout_ms, s.break_one_in);
     text += "script:";
-    for (const Op& op : s.script)
-        text += fmt::format(" {}{}",
-                            op.kind == Op::Kind::dispatch  ? "dispatch "
-                            : op.kind == Op::Kind::combine ? "combine "
-                                                           : "drop ",
-                            op.round + 1);
+    for (const Op& op : s.script) {
+        const char* what = "";
+        switch (op.kind) {
+            case Op::Kind::dispatch: what = op.waits ? "dispatch" : "dispatch_async"; break;
+            case Op::Kind::combine: what = op.waits ? "combine" : "combine_async"; break;
+            case Op::Kind::drop: what = "drop"; break;
+            case Op::Kind::wait_dispatch: what = "wait for dispatch"; break;
+            case Op::Kind::wait_combine: what = "wait for combine"; break;
+        }
+        text += fmt::format("{} {} {}", &op == s.script.data() ? "" : ",", what, op.round + 1);
+    }
     text += "\ntokens:";
     for (const Round& round : s.rounds) {
         text += ' ';
         for (int r = 0; r < s.ranks; ++r) text += fmt::format("{}{}", r ? "," : "", round.of[static_cast<size_t>(r)].tokens);
         if (round.excess) text += " (more rows than a window holds)";
+        for (size_t r = 0; r < round.overfull.size(); ++r)
+            if (round.overfull[r]) text += fmt::format(" (rank {} has more for an expert than a cell holds)", r);
     }
     text += s.faults.empty() ? "\nno faults" : "\nfaults:";
     for (const Fault& f : s.faults) {
@@ -292,6 +399,7 @@ std::string text_of(const Scenario& s) {
         switch (f.kind) {
             case Trouble::bad_input: text += fmt::format("rank {} gives dispatch {} bad input", f.rank, f.round + 1); break;
             case Trouble::tag: text += fmt::format("rank {} gives dispatch {} another tag", f.rank, f.round + 1); break;
+            case Trouble::counts: text += fmt::format("rank {} expects other rows in dispatch {}", f.rank, f.round + 1); break;
             case Trouble::drop: text += fmt::format("rank {} drops batch {}", f.rank, f.round + 1); break;
             case Trouble::bad_combine: text += fmt::format("rank {} gives combine {} bad input", f.rank, f.round + 1); break;
             case Trouble::close: text += fmt::format("rank {} closes before its call {}", f.rank, f.at + 1); break;
@@ -305,17 +413,26 @@ std::string text_of(const Scenario& s) {
 void solve(const Scenario& s, const Values& values, Round& round, int index) {
     if (round.solved) return;
     round.solved = true;
+    const Options options = s.slot_options();
     std::vector<reference::RankInput> inputs;
     for (const Input& in : round.of)
         inputs.push_back(
-            {in.x.data(), in.tokens, in.ids.data(), round.weighted || s.options.deliver_weights ? in.weights.data() : nullptr});
+            {in.x.data(), in.tokens, in.slots.data(), round.weighted || options.deliver_weights ? in.weights.data() : nullptr});
     for (int r = 0; r < s.ranks; ++r) {
         const auto at = static_cast<size_t>(r);
-        round.received.push_back(reference::dispatch(s.options, inputs, r));
+        round.received.push_back(reference::dispatch(options, inputs, r));
         reference::RankInput input = inputs[at];
+        if (round.as_rows) {
+            std::vector<std::byte>& rows = round.combined.emplace_back(round.of[at].ids.size() * values.row_bytes(), stale);
+            for (size_t i = 0; i < round.of[at].ids.size(); ++i)
+                if (const auto n = static_cast<int64_t>(i); round.of[at].ids[i] >= 0)
+                    std::memcpy(rows.data() + i * values.row_bytes(), values.y(index, r, n / options.topk, n % options.topk),
+                                values.row_bytes());
+            continue;
+        }
         if (!round.weighted) input.topk_weights = nullptr;
         round.combined.push_back(reference::combine(
-            s.options, input, r,
+            options, input, r,
             [&](int source, int64_t t, int64_t k, int32_t) { return static_cast<const void*>(values.y(index, source, t, k)); },
             round.with_shared ? round.of[at].shared.data() : nullptr));
     }
@@ -327,22 +444,32 @@ void solve(const Scenario& s, const Values& values, Round& round, int index) {
 struct Ending {
     bool called = false, ended = false;
     int64_t start = 0, end = 0;
-    int64_t held = 0;  // of that, while others had the processor in the middle of it
+    int64_t held = 0;  // of that, while others had the processor in the middle of this rank's looks
     Code code = Code::ok;
     std::string text;
     Status prior;  // that its dispatch carried to the others
 };
 
+// A dispatch or combine under way.
+struct Call {
+    bool is_dispatch;
+    int round;
+};
+
 struct Player {
-    enum class State { thinking, in_gate, in_dispatch, in_combine, closed, dead };
+    enum class State { thinking, in_gate, waiting, closed, dead };
 
     int rank = 0;
     ep::Workers workers{1};
     std::unique_ptr<ep::Rank> engine;
-    std::vector<ep::Flight> flights;
-    ep::DispatchStep dispatch;
-    ep::CombineStep combine;
-    ep::Await gate;  // of Session::x()
+    struct Slot {
+        ep::Flight flight;
+        ep::DispatchStep dispatch;
+        ep::CombineStep combine;
+    };
+    std::vector<Slot> slots;
+    std::vector<Call> active;  // by epoch
+    ep::Await gate;            // of Session::x()
     uint64_t last_epoch = 0;
     Status untold;
 
@@ -354,12 +481,13 @@ struct Player {
     int64_t steps = 0;      // calls of its link and kernels
     int64_t closed_at = -1, died_at = -1;
 
-    // The call it is in.
-    int round = 0;
+    // What it waits for: the gate, or the end of a call.
+    Call awaited{};
+    bool x_waits = false;  // behind the gate: whether the dispatch waits
+    int64_t waits_since = 0;
     int64_t spins_left = 0;
     bool announced = false, slept = false;
     uint32_t ticket = 0;
-    Ending* ending = nullptr;
 
     std::vector<Ending> gates, dispatches, combines;  // [rounds]
     std::vector<uint8_t> open, dropped;               // [rounds]
@@ -367,7 +495,9 @@ struct Player {
     std::vector<std::vector<std::byte>> y, out;       // [rounds]
 
     bool ended() const { return state == State::closed || state == State::dead; }
-    ep::Flight& flight(int of_round) { return flights[(static_cast<size_t>(of_round) + 1) % flights.size()]; }
+    Slot& slot(int of_round) { return slots[(static_cast<size_t>(of_round) + 1) % slots.size()]; }
+    ep::Flight& flight(int of_round) { return slot(of_round).flight; }
+    Ending& ending(const Call& call) { return (call.is_dispatch ? dispatches : combines)[static_cast<size_t>(call.round)]; }
 };
 
 struct Died {};
@@ -407,11 +537,18 @@ class Game {
     void think(Player& p);
     void look(Player& p);
 
-    void begin(Player& p, Player::State state, int round, Ending& ending);
-    void begin_gate(Player& p, int round);
-    void begin_dispatch(Player& p, int round, const void* x);
-    void begin_combine(Player& p, int round);
-    void end(Player& p, Progress progress);
+    void begin_gate(Player& p, int round, bool waits);
+    void begin_dispatch(Player& p, int round, const void* x, bool waits);
+    void begin_combine(Player& p, int round, bool waits);
+    void begun(Player& p, Call call, bool waits);
+    void wait(Player& p, Player::State state, Call awaited);
+    void move(Player& p, bool thorough);
+    void expire(Player& p);
+    void end(Player& p, Call call, Progress progress);
+    void end_gate(Player& p, Progress progress);
+    void take_end(Player& p, Call call);
+    void note_end(Player& p, const char* what, int round, Ending& e, const Status& status);
+    int64_t first_deadline(Player& p);
     void drop(Player& p, int round);
     void close(Player& p);
 
@@ -422,6 +559,7 @@ class Game {
     // The judge
     void judge();
     void judge_windows();
+    bool must_end_all() const;
     void judge_truth(const Player& p, const char* call, int round, const Ending& e, bool dispatch);
     void judge_told(const Player& p, int round);
     void judge_dispatch(int round);
@@ -484,7 +622,7 @@ Game::Game(const Play& play, Log& log) : log_(log), random_(play.seed) {
     const Options& o = scenario_.options;
     if (const Status s = check_options(o, scenario_.ranks); !s.ok()) throw Error(s);
 
-    window_ = layout::window_of(ep::shape_of(o, scenario_.ranks));
+    window_ = layout::window_of(ep::shape_of(scenario_.slot_options(), scenario_.ranks));
     sim::WorldShape shape = scenario_.world;
     shape.ranks = scenario_.ranks;
     shape.window_bytes = window_.bytes;
@@ -499,13 +637,16 @@ Game::Game(const Play& play, Log& log) : log_(log), random_(play.seed) {
         p.rank = r;
         std::vector<std::vector<std::byte>> cards;
         Status s = world_->link(r).attach({.card = {}, .window_bytes = window_.bytes, .bell_offset = window_.bell}, {}, &cards);
-        p.engine = std::make_unique<ep::Rank>(world_->link(r), window_, interrupted_, p.workers, o);
+        p.engine = std::make_unique<ep::Rank>(world_->link(r), window_, interrupted_, p.workers, o,
+                                              scenario_.table ? plan::turns_of(*scenario_.table, r) : ep::Turns());
         if (s.ok()) s = p.engine->connect();
         if (!s.ok()) throw Error(s);
-        p.flights.resize(static_cast<size_t>(o.depth));
-        for (ep::Flight& f : p.flights) f.allocate(*p.engine);
-        p.dispatch.allocate(*p.engine);
-        p.combine.allocate(*p.engine);
+        p.slots.resize(static_cast<size_t>(o.depth));
+        for (Player::Slot& slot : p.slots) {
+            slot.flight.allocate(*p.engine);
+            slot.dispatch.allocate(*p.engine);
+            slot.combine.allocate(*p.engine);
+        }
         p.gate.allocate(*p.engine);
         const auto n = scenario_.rounds.size();
         p.gates.resize(n);
@@ -616,7 +757,9 @@ void Game::between(int rank) {
         for (int64_t n = random_.between(1, 8); n > 0 && failure_.empty() && step(world_->now()); --n) {
         }
     }
-    if (p.ending) p.ending->held += world_->now() - before;
+    const int64_t held = world_->now() - before;
+    for (const Call& call : p.active) p.ending(call).held += held;
+    if (p.state == Player::State::in_gate) p.gates[static_cast<size_t>(p.awaited.round)].held += held;
 }
 
 void Game::turn(Player& p) {
@@ -635,50 +778,52 @@ void Game::think(Player& p) {
     if (closes || p.op == scenario_.script.size() || p.ops_left == 0) return close(p);
     if (p.ops_left > 0) --p.ops_left;
     const Op op = scenario_.script[p.op++];
+    const auto i = static_cast<size_t>(op.round);
     p.pause = random_.one_in(4) ? random_.below(12) : 0;
-    if (op.kind == Op::Kind::dispatch) {
-        const Input& in = round(op.round).of[static_cast<size_t>(p.rank)];
-        const bool has_place =
-            scenario_.options.landing == Landing::in_place && scenario_.options.dispatch_quant == Format::none;
-        if (has_place && round(op.round).x_in_window) return begin_gate(p, op.round);
-        return begin_dispatch(p, op.round, in.x.data());
+    switch (op.kind) {
+        case Op::Kind::dispatch: {
+            const bool has_place =
+                scenario_.options.landing == Landing::in_place && scenario_.options.dispatch_quant == Format::none;
+            if (has_place && round(op.round).x_in_window) return begin_gate(p, op.round, op.waits);
+            return begin_dispatch(p, op.round, round(op.round).of[static_cast<size_t>(p.rank)].x.data(), op.waits);
+        }
+        case Op::Kind::wait_dispatch: return wait(p, Player::State::waiting, {true, op.round});
+        case Op::Kind::wait_combine:
+            if (p.combines[i].called) wait(p, Player::State::waiting, {false, op.round});
+            return;
+        case Op::Kind::combine:
+        case Op::Kind::drop: break;
     }
-    if (!p.open[static_cast<size_t>(op.round)]) return;  // its dispatch has failed
+    if (!p.open[i]) return;  // its dispatch has failed
     check_batch(p, op.round);
     if (op.kind == Op::Kind::drop || scenario_.fault(Trouble::drop, p.rank, op.round)) return drop(p, op.round);
-    begin_combine(p, op.round);
-}
-
-void Game::begin(Player& p, Player::State state, int of_round, Ending& ending) {
-    p.state = state;
-    p.round = of_round;
-    p.spins_left = scenario_.spins;
-    p.announced = p.slept = false;
-    p.ending = &ending;
-    ending.called = true;
-    ending.start = world_->now();
-    log_.note(world_->now(), "rank {} begins call {} of round {}", p.rank, static_cast<int>(state), of_round + 1);
+    begin_combine(p, op.round, op.waits);
 }
 
 // Session::x(): waits for the slot of the next dispatch.
-void Game::begin_gate(Player& p, int of_round) {
-    begin(p, Player::State::in_gate, of_round, p.gates[static_cast<size_t>(of_round)]);
+void Game::begin_gate(Player& p, int of_round, bool waits) {
+    Ending& e = p.gates[static_cast<size_t>(of_round)];
+    e.called = true;
+    e.start = world_->now();
     ep::Flight next;
     next.epoch = p.last_epoch + 1;
     next.slot = next.epoch % static_cast<uint64_t>(scenario_.options.depth);
     p.gate.begin_gate(*p.engine, next);
+    p.x_waits = waits;
+    wait(p, Player::State::in_gate, {true, of_round});
 }
 
-void Game::begin_dispatch(Player& p, int of_round, const void* x) {
+void Game::begin_dispatch(Player& p, int of_round, const void* x, bool waits) {
     const Options& o = scenario_.options;
-    const auto i = static_cast<size_t>(of_round);
-    begin(p, Player::State::in_dispatch, of_round, p.dispatches[i]);
+    Ending& e = p.dispatches[static_cast<size_t>(of_round)];
     const Input& in = round(of_round).of[static_cast<size_t>(p.rank)];
     DispatchArgs args{.x = x,
                       .tokens = in.tokens,
                       .topk_ids = in.ids.data(),
                       .topk_weights = round(of_round).weighted || o.deliver_weights ? in.weights.data() : nullptr,
-                      .tag = in.tag};
+                      .tag = in.tag,
+                      .send_counts = in.sends.empty() ? nullptr : in.sends.data(),
+                      .recv_counts = in.expects.empty() ? nullptr : in.expects.data()};
     std::vector<int32_t> bad_ids = in.ids;
     if (const Fault* f = scenario_.fault(Trouble::bad_input, p.rank, of_round)) {
         const bool some = in.tokens > 0;
@@ -706,60 +851,133 @@ void Game::begin_dispatch(Player& p, int of_round, const void* x) {
     spoil(window_.source_info, 12);
     if (o.deliver_weights) spoil(window_.weights, 4);
 
-    p.ending->prior = p.untold;
-    p.dispatch.start(*p.engine, flight, args, std::exchange(p.untold, {}));
+    e.called = true;
+    e.start = world_->now();
+    e.prior = p.untold;
+    p.active.push_back({true, of_round});  // the latest epoch: the last
+    p.slot(of_round).dispatch.start(*p.engine, flight, args, std::exchange(p.untold, {}));
+    begun(p, {true, of_round}, waits);
 }
 
-void Game::begin_combine(Player& p, int of_round) {
+void Game::begin_combine(Player& p, int of_round, bool waits) {
     const auto i = static_cast<size_t>(of_round);
-    begin(p, Player::State::in_combine, of_round, p.combines[i]);
     p.open[i] = false;
     fill_y(p, of_round);
     const Round& r = round(of_round);
     const Input& in = r.of[static_cast<size_t>(p.rank)];
-    p.out[i].assign(in.x.size(), stale);
-    CombineArgs args{.y = r.y_in_window ? nullptr : p.y[i].data(),
-                     .topk_weights = r.weighted ? in.weights.data() : nullptr,
-                     .shared = r.with_shared ? in.shared.data() : nullptr,
-                     .out = p.out[i].data()};
+    p.out[i].assign(r.as_rows ? in.ids.size() * values_->row_bytes() : in.x.size(), stale);
+    CombineArgs args{.y = r.y_in_window ? nullptr : p.y[i].data()};
+    if (r.as_rows) {
+        args.rows = p.out[i].data();
+    } else {
+        args.topk_weights = r.weighted ? in.weights.data() : nullptr;
+        args.shared = r.with_shared ? in.shared.data() : nullptr;
+        args.out = p.out[i].data();
+    }
     if (const Fault* f = scenario_.fault(Trouble::bad_combine, p.rank, of_round)) {
         if (f->which % 2 == 0 && in.tokens > 0)
-            args.out = nullptr;
+            args.out = args.rows = nullptr;
         else
             args.timeout_ms = -1;
     }
-    p.combine.start(*p.engine, p.flight(of_round), args);
+    Ending& e = p.combines[i];
+    e.called = true;
+    e.start = world_->now();
+    const Call call{false, of_round};
+    p.active.insert(std::find_if(p.active.begin(), p.active.end(), [&](const Call& other) { return other.round > of_round; }),
+                    call);
+    p.slot(of_round).combine.start(*p.engine, p.flight(of_round), args);
+    begun(p, call, waits);
+}
+
+// As Session posts it: a look at once, then the caller waits or goes on.
+void Game::begun(Player& p, Call call, bool waits) {
+    if (call.is_dispatch)
+        log_.note(world_->now(), "rank {} has begun dispatch {}", p.rank, call.round + 1);
+    else
+        log_.note(world_->now(), "rank {} has begun combine {}", p.rank, call.round + 1);
+    p.state = Player::State::thinking;
+    p.waits_since = world_->now();
+    move(p, false);
+    if (waits) wait(p, Player::State::waiting, call);
+}
+
+void Game::wait(Player& p, Player::State state, Call awaited) {
+    if (state == Player::State::waiting && p.ending(awaited).ended) return take_end(p, awaited);
+    p.state = state;
+    p.awaited = awaited;
+    p.waits_since = world_->now();
+    p.spins_left = scenario_.spins;
+    p.announced = p.slept = false;
+}
+
+// One look at every call that is under way: who waits for one moves all.
+void Game::move(Player& p, bool thorough) {
+    for (size_t i = 0; i < p.active.size();) {
+        const Call call = p.active[i];
+        Player::Slot& slot = p.slot(call.round);
+        const Progress progress = call.is_dispatch ? slot.dispatch.poll(*p.engine, slot.flight, thorough)
+                                                   : slot.combine.poll(*p.engine, slot.flight, thorough);
+        if (progress == Progress::pending)
+            ++i;
+        else
+            end(p, call, progress);
+    }
+}
+
+// Gives up what is late.
+void Game::expire(Player& p) {
+    for (size_t i = 0; i < p.active.size();) {
+        const Call call = p.active[i];
+        const int64_t waited_ns = world_->now() - p.ending(call).start;
+        Player::Slot& slot = p.slot(call.round);
+        if (waited_ns < scenario_.timeout_ns()) {
+            ++i;
+            continue;
+        }
+        if (call.is_dispatch)
+            slot.dispatch.give_up(*p.engine, slot.flight, waited_ns / ms);
+        else
+            slot.combine.give_up(*p.engine, slot.flight, waited_ns / ms);
+        end(p, call, Progress::failed);
+    }
+}
+
+int64_t Game::first_deadline(Player& p) {
+    int64_t first = std::numeric_limits<int64_t>::max();
+    for (const Call& call : p.active) first = std::min(first, p.ending(call).start + scenario_.timeout_ns());
+    if (p.state == Player::State::in_gate)
+        first = std::min(first, p.gates[static_cast<size_t>(p.awaited.round)].start + scenario_.timeout_ns());
+    return first;
 }
 
 // One look of a rank that waits, as Session's Waiter takes it: a few turns spinning, then announce, look once more, sleep.
 void Game::look(Player& p) {
-    ep::Flight& flight = p.flight(p.round);
+    const bool at_gate = p.state == Player::State::in_gate;
     const auto poll = [&](bool thorough) {
-        switch (p.state) {
-            case Player::State::in_gate: return p.gate.poll(*p.engine, thorough);
-            case Player::State::in_dispatch: return p.dispatch.poll(*p.engine, flight, thorough);
-            default: return p.combine.poll(*p.engine, flight, thorough);
-        }
+        move(p, thorough);
+        if (at_gate) return p.gate.poll(*p.engine, thorough);
+        return p.ending(p.awaited).ended ? Progress::done : Progress::pending;
     };
+    const auto over = [&](Progress progress) { return at_gate ? end_gate(p, progress) : take_end(p, p.awaited); };
     Transport& link = p.engine->link;
     if (p.announced && p.slept) {
         link.awake();
         p.announced = p.slept = false;
         p.spins_left = random_.below(3);
     }
-    const int64_t deadline = p.ending->start + scenario_.timeout_ns();
     if (!p.announced) {
         Progress progress = poll(false);
-        if (progress == Progress::pending && world_->now() >= deadline) {
+        if (progress == Progress::pending && world_->now() >= first_deadline(p)) {
             progress = poll(true);
             if (progress == Progress::pending) {
-                const int64_t waited_ms = (world_->now() - p.ending->start) / ms;
-                if (p.state == Player::State::in_dispatch) p.dispatch.give_up(*p.engine, flight, waited_ms);
-                if (p.state == Player::State::in_combine) p.combine.give_up(*p.engine, flight, waited_ms);
-                progress = Progress::failed;
+                expire(p);
+                if (!at_gate && p.ending(p.awaited).ended) progress = Progress::done;
+                if (at_gate && world_->now() >= p.gates[static_cast<size_t>(p.awaited.round)].start + scenario_.timeout_ns())
+                    progress = Progress::failed;
             }
         }
-        if (progress != Progress::pending) return end(p, progress);
+        if (progress != Progress::pending) return over(progress);
         if (p.spins_left-- > 0) return;
         p.ticket = link.announce();
         p.announced = true;
@@ -768,84 +986,91 @@ void Game::look(Player& p) {
     const Progress progress = poll(true);
     if (progress == Progress::pending) {
         // Only a death rings nobody. Where none is planned, ranks sleep without a slice: all else must wake them.
-        const int64_t left = std::max<int64_t>(deadline - world_->now(), 1);
+        const int64_t left = std::max<int64_t>(first_deadline(p) - world_->now(), 1);
         link.sleep(p.ticket, scenario_.has(Trouble::death) ? std::min(10 * ms, left) : left);
         p.slept = true;
         return;
     }
     link.awake();
     p.announced = false;
-    end(p, progress);
+    over(progress);
 }
 
-void Game::end(Player& p, Progress progress) {
-    const auto i = static_cast<size_t>(p.round);
-    const Player::State state = p.state;
-    Ending& e = *p.ending;
+// A call has come to its end, whoever waits for it.
+void Game::end(Player& p, Call call, Progress progress) {
+    std::erase_if(p.active, [&](const Call& c) { return c.round == call.round; });
+    Player::Slot& slot = p.slot(call.round);
     Status status;
     if (progress == Progress::failed) {
-        if (state == Player::State::in_dispatch) status = p.dispatch.status();
-        if (state == Player::State::in_combine) status = p.combine.status();
-        if (state == Player::State::in_gate) {
-            status = p.gate.failure();
-            if (status.ok()) status = Status(Code::timed_out, fmt::format("x timed out on rank {}", p.rank));
-        }
-        if (status.ok()) fail("rank {}: call of round {} failed without a reason", p.rank, p.round + 1);
+        status = call.is_dispatch ? slot.dispatch.status() : slot.combine.status();
+        if (status.ok()) fail("rank {}: call of round {} failed without a reason", p.rank, call.round + 1);
     }
+    note_end(p, call.is_dispatch ? "dispatch" : "combine", call.round, p.ending(call), status);
+    if (!call.is_dispatch && slot.combine.untold())
+        p.untold = Status(status.code(),
+                          fmt::format("rank {}: its combine of epoch {} failed after this rank's rows had been offered: {}",
+                                      p.rank, call.round + 1, status.text()));
+}
+
+void Game::note_end(Player& p, const char* what, int of_round, Ending& e, const Status& status) {
     e.ended = true;
     e.end = world_->now();
     e.code = status.code();
     e.text = status.text();
-    log_.note(e.end, "rank {} ends call {} of round {} with code {}", p.rank, static_cast<int>(state), p.round + 1,
-              static_cast<int>(e.code));
+    log_.note(e.end, "rank {} ends a call of round {} with code {}", p.rank, of_round + 1, static_cast<int>(e.code));
     log_.add(e.text.data(), e.text.size());
     if (!status.ok()) log_.say(e.end, fmt::format("rank {}: {}", p.rank, e.text));
 
-    // A call ends by its deadline, but for what others took in the middle of it and the time in which a sleeper gets up.
-    const int64_t late_ns = e.end - e.start - scenario_.timeout_ns() - e.held;
+    // A call ends by its deadline, or as soon as its rank looks after it, but for what others took in the middle of it and the
+    // time in which a sleeper gets up.
+    const int64_t looked_from = std::max(e.start, p.waits_since);
+    const int64_t late_ns = e.end - std::max(e.start + scenario_.timeout_ns(), looked_from) - e.held;
     if (late_ns > scenario_.world.late_ns + 20 * ms)
-        fail("rank {}: call of round {} ended {} ms after its deadline", p.rank, p.round + 1, late_ns / ms);
+        fail("rank {}: {} of round {} ended {} ms after its deadline", p.rank, what, of_round + 1, late_ns / ms);
     // And long before it, except while a rank is stopped: whatever else happens, a death, an error, a rank that has to catch
     // up, is over before long.
-    int64_t waited_ns = e.end - e.start;
+    int64_t waited_ns = e.end - looked_from;
     for (const Stop& stop : stops_)
-        waited_ns -= std::max<int64_t>(0, std::min(stop.end, e.end) - std::max(stop.start, e.start));
+        waited_ns -= std::max<int64_t>(0, std::min(stop.end, e.end) - std::max(stop.start, looked_from));
     if (waited_ns > 200 * ms)
-        fail("rank {}: call of round {} has waited {} ms while no rank was stopped: {}", p.rank, p.round + 1, waited_ns / ms,
-             e.text);
+        fail("rank {}: {} of round {} has waited {} ms while no rank was stopped: {}", p.rank, what, of_round + 1,
+             waited_ns / ms, e.text);
+}
 
+// The end of the call is given out.
+void Game::take_end(Player& p, Call call) {
+    const auto i = static_cast<size_t>(call.round);
+    const Ending& e = p.ending(call);
     p.state = Player::State::thinking;
-    p.ending = nullptr;
     if (e.code == Code::peer_lost || e.code == Code::peer_closed)
         if (p.ops_left < 0) p.ops_left = random_.below(4);
-    switch (state) {
-        case Player::State::in_gate: {
-            const Input& in = round(p.round).of[static_cast<size_t>(p.rank)];
-            if (!status.ok()) return begin_dispatch(p, p.round, in.x.data());
-            const uint64_t slot = (p.last_epoch + 1) % static_cast<uint64_t>(scenario_.options.depth);
-            std::byte* place = world_->window(p.rank) + window_.slot(slot) + window_.x;
-            std::copy(in.x.begin(), in.x.end(), place);
-            return begin_dispatch(p, p.round, place);
-        }
-        case Player::State::in_dispatch:
-            if (!status.ok()) return;
-            p.open[i] = true;
-            check_batch(p, p.round);
-            if (random_.one_in(2)) fill_y(p, p.round);  // as early as it may be
-            return;
-        default:
-            if (p.combine.untold())
-                p.untold =
-                    Status(status.code(),
-                           fmt::format("rank {}: its combine of epoch {} failed after this rank's rows had been offered: {}",
-                                       p.rank, p.round + 1, status.text()));
-            if (!status.ok()) return;
-            solve(scenario_, *values_, round(p.round), p.round);
-            const std::vector<std::byte>& want = round(p.round).combined[static_cast<size_t>(p.rank)];
-            check_same(p, p.round, "out", p.out[i].data(), want.data(), want.size());
-            log_.add(p.out[i].data(), p.out[i].size());
-            return;
+    if (e.code != Code::ok) return;
+    if (call.is_dispatch) {
+        p.open[i] = true;
+        check_batch(p, call.round);
+        if (random_.one_in(2)) fill_y(p, call.round);  // as early as it may be
+        return;
     }
+    solve(scenario_, *values_, round(call.round), call.round);
+    const std::vector<std::byte>& want = round(call.round).combined[static_cast<size_t>(p.rank)];
+    check_same(p, call.round, "out", p.out[i].data(), want.data(), want.size());
+    log_.add(p.out[i].data(), p.out[i].size());
+}
+
+void Game::end_gate(Player& p, Progress progress) {
+    const int of_round = p.awaited.round;
+    Status status;
+    if (progress == Progress::failed) {
+        status = p.gate.failure();
+        if (status.ok()) status = Status(Code::timed_out, fmt::format("x timed out on rank {}", p.rank));
+    }
+    note_end(p, "x", of_round, p.gates[static_cast<size_t>(of_round)], status);
+    const Input& in = round(of_round).of[static_cast<size_t>(p.rank)];
+    if (!status.ok()) return begin_dispatch(p, of_round, in.x.data(), p.x_waits);
+    const uint64_t slot = (p.last_epoch + 1) % static_cast<uint64_t>(scenario_.options.depth);
+    std::byte* place = world_->window(p.rank) + window_.slot(slot) + window_.x;
+    std::copy(in.x.begin(), in.x.end(), place);
+    begin_dispatch(p, of_round, place, p.x_waits);
 }
 
 void Game::drop(Player& p, int of_round) {
@@ -863,6 +1088,13 @@ void Game::close(Player& p) {
     log_.note(world_->now(), "rank {} closes", p.rank);
     p.closed_at = world_->now();
     ep::raise_closed(*p.engine);
+    for (const Call& call : std::exchange(p.active, {})) {
+        Player::Slot& slot = p.slot(call.round);
+        if (call.is_dispatch)
+            slot.dispatch.abandon(*p.engine, slot.flight, Code::peer_closed);
+        else
+            slot.combine.abandon(*p.engine, slot.flight);
+    }
     for (int i = 0; i < rounds(); ++i)
         if (p.open[static_cast<size_t>(i)]) drop(p, i);
     p.state = Player::State::closed;
@@ -952,6 +1184,12 @@ void Game::judge() {
     judge_windows();
 }
 
+// Whether every rank plays the script to its end. A rank whose last combine fails at once may close while others still have a
+// batch open that it has dropped: they hear of its end, and end as well.
+bool Game::must_end_all() const {
+    return scenario_.is_calm() && std::all_of(players_.begin(), players_.end(), [](const Player& p) { return p.ops_left < 0; });
+}
+
 // A call fails only for a reason that is true, and names it.
 void Game::judge_truth(const Player& p, const char* call, int of_round, const Ending& e, bool dispatch) {
     const auto i = static_cast<size_t>(of_round);
@@ -975,10 +1213,19 @@ void Game::judge_truth(const Player& p, const char* call, int of_round, const En
             });
             break;
         case Code::mismatch:
-            true_reason = dispatch && says("with tag 99") &&
-                          any([&](const Player& q) { return scenario_.fault(Trouble::tag, q.rank, of_round); });
+            true_reason = dispatch && any([&](const Player& q) {
+                              return (says("with tag 99") && scenario_.fault(Trouble::tag, q.rank, of_round)) ||
+                                     (says(fmt::format("to rank {}, which expects", q.rank)) &&
+                                      scenario_.fault(Trouble::counts, q.rank, of_round));
+                          });
             break;
-        case Code::capacity: true_reason = dispatch && round(of_round).excess; break;
+        case Code::capacity:
+            true_reason =
+                dispatch && (round(of_round).excess || any([&](const Player& q) {
+                                 return round(of_round).overfull[static_cast<size_t>(q.rank)] &&
+                                        says(fmt::format("dispatch {} refused: rank {}: it sends", of_round + 1, q.rank));
+                             }));
+            break;
         case Code::peer_lost:
         case Code::peer_closed: {
             const char* did = e.code == Code::peer_lost ? "has died" : "closed its session";
@@ -1055,10 +1302,13 @@ void Game::judge_dispatch(int of_round) {
         held = std::max(held, e.held);
         if (verdict == Code::ok && !e.prior.ok()) verdict = e.prior.code();
         if (verdict == Code::ok && scenario_.fault(Trouble::bad_input, p.rank, of_round)) verdict = Code::bad_input;
+        if (verdict == Code::ok && round(of_round).overfull[static_cast<size_t>(p.rank)]) verdict = Code::capacity;
     }
     const uint64_t tag = round(of_round).of[0].tag;
     for (const Input& in : round(of_round).of)
         if (verdict == Code::ok && in.tag != tag) verdict = Code::mismatch;
+    for (const Player& p : players_)
+        if (verdict == Code::ok && scenario_.fault(Trouble::counts, p.rank, of_round)) verdict = Code::mismatch;
     if (verdict == Code::ok && round(of_round).excess) verdict = Code::capacity;
 
     for (const Player& p : players_)
@@ -1071,8 +1321,7 @@ void Game::judge_dispatch(int of_round) {
         in_time = in_time && (p.died_at < 0 || p.died_at > end);
         closed = closed || (p.closed_at >= 0 && p.closed_at <= end);
     }
-    if (scenario_.is_calm() && !in_time)
-        fail("round {}: without a cause, not all ranks have dispatched it in time", of_round + 1);
+    if (must_end_all() && !in_time) fail("round {}: without a cause, not all ranks have dispatched it in time", of_round + 1);
     // Whose combine fails at once, or who drops, may have closed while others still wait for rows: they may fail of that.
     if (!in_time || (closed && verdict == Code::ok)) return;
     const std::string& text = players_.front().dispatches[i].text;
@@ -1117,7 +1366,7 @@ void Game::judge_combine(int of_round) {
     for (const Player& p : players_)
         in_time = in_time && (p.died_at < 0 || p.died_at > end) &&
                   (p.closed_at < 0 || p.dropped[i] || p.closed_at >= p.combines[i].end);
-    if (scenario_.is_calm() && all_dispatched && !in_time)
+    if (must_end_all() && all_dispatched && !in_time)
         fail("round {}: without a cause, not all ranks have combined it in time", of_round + 1);
     if (!in_time) return;
     for (const Player& p : players_) {
@@ -1163,11 +1412,13 @@ void Game::judge_windows() {
         }
         for (int64_t slot = 0; slot < o.depth; ++slot) {
             uint64_t rows = 0;
+            bool told_counts = false;
             std::vector<uint64_t> cells(static_cast<size_t>(scenario_.ranks));   // the most rows of one source
             std::vector<uint64_t> tokens(static_cast<size_t>(scenario_.ranks));  // and its most tokens
             for (int i = 0; i < rounds(); ++i) {
                 if ((i + 1) % o.depth != slot) continue;
                 const Round& r = round(i);
+                told_counts = told_counts || !r.of[0].expects.empty();
                 for (size_t q = 0; q < cells.size(); ++q) {
                     cells[q] = std::max(cells[q], static_cast<uint64_t>(r.of[q].ids.size()));
                     tokens[q] = std::max(tokens[q], static_cast<uint64_t>(r.of[q].tokens));
@@ -1184,7 +1435,7 @@ void Game::judge_windows() {
             for (int r = 0; r < scenario_.ranks; ++r)
                 untouched("behind a count row",
                           w.count_row(static_cast<uint64_t>(slot), r) + sizeof(layout::CountHead) +
-                              4 * static_cast<uint64_t>(o.experts),
+                              4 * static_cast<uint64_t>(w.shape.experts + (told_counts ? w.shape.ranks : 0)),
                           w.count_row(static_cast<uint64_t>(slot), r) + w.count_stride, stale);
             untouched("behind the count rows", base + w.counts + static_cast<uint64_t>(scenario_.ranks) * w.count_stride,
                       base + w.expand_x, stale);
@@ -1209,12 +1460,12 @@ void Game::judge_windows() {
                 for (int64_t e = 0; e < w.shape.experts_per_rank; ++e)
                     for (int r = 0; r < scenario_.ranks; ++r) {
                         const uint64_t cell = w.cell_at(static_cast<uint64_t>(slot), e, r, 0);
-                        const uint64_t used = cells[static_cast<size_t>(r)];
+                        const auto all = static_cast<uint64_t>(w.shape.cell_rows);
+                        const uint64_t used = std::min(cells[static_cast<size_t>(r)], all);
                         for (uint64_t n = 0; n < used; ++n)
                             untouched("behind a cell's row", cell + n * stride + static_cast<uint64_t>(w.cell.info_at) + 16,
                                       cell + (n + 1) * stride, stale);
-                        untouched("behind a cell", cell + used * stride, cell + static_cast<uint64_t>(w.cell_rows) * stride,
-                                  stale);
+                        untouched("behind a cell", cell + used * stride, cell + all * stride, stale);
                     }
             } else {
                 untouched("where cells would be", base + w.landing, base + w.blocks_out, stale);

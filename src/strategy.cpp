@@ -7,12 +7,14 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <charconv>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <filesystem>
 #include <fstream>
 #include <thread>
@@ -55,9 +57,10 @@ double measure(const Options& options, int ranks) {
     constexpr int rounds_max = 200, rounds_min = 7, warm_up = 2;
     constexpr int64_t enough_ns = 60'000'000;
     std::vector<std::vector<double>> us(static_cast<size_t>(ranks));
-    std::vector<std::exception_ptr> errors(static_cast<size_t>(ranks));
+    std::vector<std::exception_ptr> errors(static_cast<size_t>(ranks) + 1);  // the last one: of starting the threads
     std::vector<std::thread> threads;
     std::atomic<int> go{0};         // rounds that rank 0 has opened; -1: enough
+    std::atomic<int> first{-1};     // rank that failed first: the others fail because of it
     std::atomic<uint64_t> seen{0};  // so that reading is not left out
     const auto play = [&](int r) {
         try {
@@ -91,7 +94,11 @@ double measure(const Options& options, int ranks) {
                 session.combine(batch, {.out = out.data()});
             }
         } catch (...) {
+            int nobody = -1;
+            first.compare_exchange_strong(nobody, r);
             errors[static_cast<size_t>(r)] = std::current_exception();
+            sessions[static_cast<size_t>(r)].close();  // the others, rank 0 too, hear of it in their next call
+            if (r != 0) return;
             go.store(-1);
             go.notify_all();
         }
@@ -99,7 +106,8 @@ double measure(const Options& options, int ranks) {
     try {
         for (int r = 0; r < ranks; ++r) threads.emplace_back(play, r);
     } catch (const std::system_error& e) {
-        errors[0] = std::make_exception_ptr(Error(Status(
+        first = ranks;
+        errors.back() = std::make_exception_ptr(Error(Status(
             Code::system, fmt::format("calibrate: thread {} of {} cannot be started: {}.", threads.size(), ranks, e.what()))));
         go.store(-1);
         go.notify_all();
@@ -107,8 +115,7 @@ double measure(const Options& options, int ranks) {
         for (size_t r = threads.size(); r < sessions.size(); ++r) sessions[r].close();
     }
     for (std::thread& t : threads) t.join();
-    for (const std::exception_ptr& e : errors)
-        if (e) std::rethrow_exception(e);
+    if (first >= 0) std::rethrow_exception(errors[static_cast<size_t>(first)]);
     std::vector<double> slowest;
     for (size_t i = 0; i < us[0].size(); ++i) {
         double most = 0;

@@ -51,21 +51,30 @@ WeightTransfer move_weights(Session& mover, const PlacementTable& from, const Pl
                             const void* old_weights, void* new_weights) {
     const Options& o = mover.options();
     const int64_t me = mover.rank();
-    const std::vector<WeightMove> moves = weight_moves(from, to);  // checks both tables
-    if (expert_bytes < 1)
-        refuse(Code::bad_input, fmt::format("move_weights: expert_bytes is {}; allowed: 1 or more.", expert_bytes));
+    // What this rank finds wrong the others hear of in the dispatch that they are in.
+    const auto refuse_all = [&](Code code, std::string text) {
+        mover.refuse_dispatch(Status(code, fmt::format("move_weights, rank {}: {}", me, text)), 0, 0);
+    };
+    for (const PlacementTable* table : {&from, &to})
+        if (const Status s = table->check(); !s.ok()) refuse_all(s.code(), s.text());
+    if (from.ranks != to.ranks || from.experts != to.experts)
+        refuse_all(Code::bad_input, fmt::format("from a table of {} ranks and {} experts to one of {} and {}; give two of one "
+                                                "group.",
+                                                from.ranks, from.experts, to.ranks, to.experts));
+    if (expert_bytes < 1) refuse_all(Code::bad_input, fmt::format("expert_bytes is {}; allowed: 1 or more.", expert_bytes));
     if (mover.size() != to.ranks || o.experts != to.slots() || o.topk != 1 || o.dtype != TokenType::f32 ||
         o.dispatch_quant != Format::none || o.expert_alignment != 1 || o.tokens_max < 1 ||
         mover.loads().slots.size() != to.expert_of.size())
-        refuse(
+        refuse_all(
             Code::bad_input,
-            fmt::format("move_weights: the session is of {} ranks and {} experts with topk {}; the table has {} ranks and {} "
-                        "slots. Open it with weight_session_options(to, expert_bytes) and without a table.",
+            fmt::format("the session is of {} ranks and {} experts with topk {}; the table has {} ranks and {} slots. Open "
+                        "it with weight_session_options(to, expert_bytes) and without a table.",
                         mover.size(), o.experts, o.topk, to.ranks, to.slots()));
+    const std::vector<WeightMove> moves = weight_moves(from, to);
     const ExpertRange old_range = experts_of(me, from.ranks, from.slots()), new_range = experts_of(me, to.ranks, to.slots());
     if ((old_range.count() > 0 && !old_weights) || (new_range.count() > 0 && !new_weights))
-        refuse(Code::bad_input, fmt::format("move_weights: rank {} has {} slots before and {} after; weights are null.", me,
-                                            old_range.count(), new_range.count()));
+        refuse_all(Code::bad_input,
+                   fmt::format("it has {} slots before and {} after; weights are null.", old_range.count(), new_range.count()));
     const auto* from_bytes = static_cast<const std::byte*>(old_weights);
     auto* to_bytes = static_cast<std::byte*>(new_weights);
     const int64_t chunk_bytes = o.hidden * 4, chunks = ceil_div(expert_bytes, chunk_bytes);
@@ -99,11 +108,8 @@ WeightTransfer move_weights(Session& mover, const PlacementTable& from, const Pl
     for (int64_t round = 0; round < done.rounds; ++round) {
         const auto mine = static_cast<int64_t>(items.size());
         const int64_t first = std::min(round * o.tokens_max, mine), last = std::min(first + o.tokens_max, mine);
-        std::byte* x = nullptr;
-        try {
-            x = static_cast<std::byte*>(mover.x());
-        } catch (const Error&) {  // the dispatch meets the same, and takes its epoch, so that ranks stay in step
-        }
+        int64_t timeout_ms = 0;
+        auto* x = static_cast<std::byte*>(mover.x_if_free(timeout_ms));
         if (!x) staging.resize(static_cast<size_t>((last - first) * chunk_bytes)), x = staging.data();
         ids.clear();
         for (int64_t i = first; i < last; ++i) {
@@ -117,7 +123,8 @@ WeightTransfer move_weights(Session& mover, const PlacementTable& from, const Pl
         }
         // Rows of a slot come from one rank, in the order in which it sends its chunks. The batch is dropped: nothing goes
         // home.
-        const ExpertBatch batch = mover.dispatch({.x = x, .tokens = last - first, .topk_ids = ids.data(), .tag = tag});
+        const ExpertBatch batch =
+            mover.dispatch({.x = x, .tokens = last - first, .topk_ids = ids.data(), .tag = tag, .timeout_ms = timeout_ms});
         for (int64_t local = 0; local < new_range.count(); ++local) {
             int64_t& chunk = next_chunk[static_cast<size_t>(local)];
             for (int64_t i = batch.expert_offsets()[static_cast<size_t>(local)];

@@ -628,24 +628,55 @@ TEST(MoveWeights, BringsEverySlotItsBytes) {
     }
 }
 
-TEST(MoveWeights, RefusesAnotherSessionAndRanksThatDiffer) {
-    const PlacementTable from = PlacementTable::contiguous(2, 3), to = table_of(2, 3, {0, 1, 0, 2});
-    const PlacementTable other = table_of(2, 3, {0, 1, 1, 2});
-    std::vector<std::byte> old(64), fresh(64);
-    {
-        std::vector<Session> wrong = Session::open_local(options_of(4), 2);
-        EXPECT_TRUE(is_error(outcome_of([&] { move_weights(wrong[0], from, to, 8, old.data(), fresh.data()); }),
-                             Code::bad_input, {"weight_session_options"}));
+TEST(Planner, LoadsUnderATableThatCannotBeAreRefused) {
+    const std::vector<uint64_t> loads = {1, 2, 3};
+    PlacementTable t = table_of(2, 3, {0, 1, 0, 2});
+    for (const int32_t bad : {-1, 3, 99}) {
+        t.expert_of[2] = bad;
+        EXPECT_TRUE(is_error(outcome_of([&] { planned_rank_loads(t, loads); }), Code::bad_input, {"slot 2"}));
     }
+    EXPECT_TRUE(is_error(outcome_of([&] { planned_rank_loads(PlacementTable{}, loads); }), Code::bad_input, {"0 ranks"}));
+    EXPECT_TRUE(is_error(outcome_of([&] { planned_rank_loads(PlacementTable::contiguous(2, 3), std::vector<uint64_t>{1}); }),
+                         Code::bad_input, {"1 numbers for 3 experts"}));
+}
+
+TEST(MoveWeights, WhatOneRankFindsWrongAllHearInTheSameCallAndTheSessionLivesOn) {
+    const PlacementTable from = PlacementTable::contiguous(2, 3), to = table_of(2, 3, {0, 1, 0, 2});
+    const PlacementTable other = table_of(2, 3, {0, 1, 1, 2}), longer = table_of(2, 3, {0, 1, 2, 0, 1});
+    PlacementTable broken = to;
+    broken.expert_of[3] = 7;
+    std::vector<std::byte> old(64), fresh(64);
     std::vector<Session> movers = Session::open_local(weight_session_options(to, 8), 2);
-    EXPECT_TRUE(
-        is_error(outcome_of([&] { move_weights(movers[0], from, to, 8, nullptr, fresh.data()); }), Code::bad_input, {"null"}));
-    on_ranks(2, [&](int r) {
-        EXPECT_EQ(outcome_of([&] {
-                      move_weights(movers[static_cast<size_t>(r)], from, r == 0 ? to : other, 8, old.data(), fresh.data());
-                  }).code,
-                  Code::mismatch);
-    });
+    std::vector<Session> wrong = Session::open_local(options_of(4), 2);
+    struct Case {
+        std::vector<Session>& sessions;
+        const PlacementTable& to_of_1;
+        int64_t bytes_of_1;
+        const void* old_of_1;
+        Code code;
+        const char* word;
+    };
+    const std::vector<Case> cases = {{wrong, to, 8, old.data(), Code::bad_input, "weight_session_options"},
+                                     {movers, longer, 8, old.data(), Code::bad_input, "rank 1: the session is of"},
+                                     {movers, broken, 8, old.data(), Code::bad_input, "rank 1: placement table"},
+                                     {movers, to, 0, old.data(), Code::bad_input, "rank 1: expert_bytes is 0"},
+                                     {movers, to, 8, nullptr, Code::bad_input, "rank 1: it has 1 slots before"},
+                                     {movers, other, 8, old.data(), Code::mismatch, "tag"}};
+    for (const Case& c : cases) {
+        SCOPED_TRACE(c.word);
+        on_ranks(2, [&](int r) {
+            std::vector<std::byte> into(64);
+            const auto call = [&] {
+                move_weights(c.sessions[static_cast<size_t>(r)], from, r == 1 ? c.to_of_1 : to, r == 1 ? c.bytes_of_1 : 8,
+                             r == 1 ? c.old_of_1 : old.data(), into.data());
+            };
+            EXPECT_TRUE(is_error(outcome_of(call), c.code, {c.word}));
+            if (&c.sessions == &movers) {
+                const auto again = [&] { move_weights(movers[static_cast<size_t>(r)], from, to, 8, old.data(), into.data()); };
+                EXPECT_EQ(outcome_of(again).code, Code::ok);
+            }
+        });
+    }
 }
 
 // ------------------------------------------------------------------------------------------------------------------ C ABI

@@ -576,6 +576,12 @@ TEST(CApi, ASessionTellsWhatItIsAndWhatItDid) {
     ASSERT_DONE(sy_session_waits(ranks[0], waits, 3));
     EXPECT_EQ(waits[0] + waits[1] + waits[2], stats.wait_ns_counts + stats.wait_ns_rows + stats.wait_ns_returned);
     EXPECT_REFUSED(SY_BAD_INPUT, "count is 2", sy_session_waits(ranks[0], waits, 2));
+    char why[4096];
+    ASSERT_DONE(sy_session_explain(ranks[0], why, sizeof why));
+    EXPECT_NE(std::string(why).find("packed"), std::string::npos) << why;
+    const std::string needed = "needs " + std::to_string(std::strlen(why) + 1);
+    EXPECT_REFUSED(SY_BAD_INPUT, needed.c_str(), sy_session_explain(ranks[0], why, std::strlen(why)));
+    EXPECT_REFUSED(SY_BAD_INPUT, "text is null", sy_session_explain(ranks[0], nullptr, 4096));
     EXPECT_REFUSED(SY_BAD_INPUT, "wait_ns is null", sy_session_waits(ranks[0], nullptr, 3));
     EXPECT_REFUSED(SY_BAD_INPUT, "session is null", sy_session_waits(nullptr, waits, 3));
     EXPECT_REFUSED(SY_BAD_INPUT, "session is null", sy_session_get(nullptr, &info));

@@ -319,7 +319,12 @@ class Balance(InAFolder):
         write(bad, b'{"switchyard_placement": 1, "ranks": 2, "experts": 2, "expert_of": [0, 0]}')
         loads = os.path.join(self.folder, "loads")
         write(loads, b"[1, 2, 3]\n[1, 2]\n")
+        odd = [os.path.join(self.folder, f"odd{i}") for i in range(4)]
+        for path, load in zip(odd, ("-3", "1.5", "99999999999999999999", '"7"')):
+            write(path, f"[1, 2]\n[5, {load}]\n".encode())
         for arguments, said in (
+                *((("plan", "--balance", "--loads", path), "line 2: the load of expert 1 is") for path in odd),
+                (("verify", "--sim", "--local"), "--sim"),
                 (("plan",), "--balance"),
                 (("plan", "--balance", "--loads", "/nonexistent"), "/nonexistent"),
                 (("plan", "--balance", "--loads", loads), "line 2"),
@@ -360,9 +365,10 @@ class Landings(InAFolder):
         self.assertIn("rank 2: topk_ids[1][1] is 1000", done.stdout)
 
     def test_every_landing_gives_the_bytes_of_the_reference(self):
-        said = self.right("verify", "--landings", "--quant-mode", "mxfp8_e5m2", *self.SHAPE).stdout
-        for landing in ("packed", "padded", "in_place", "allgather", "two_level", "alltoallv"):
-            self.assertRegex(said, rf"{landing} +\d+ bytes sent +every byte equals the reference")
+        for more in (("--quant-mode", "mxfp8_e5m2"), ("--deliver-weights", "yes"), ("--expert-alignment", 16)):
+            said = self.right("verify", "--landings", *more, *self.SHAPE).stdout
+            for landing in ("packed", "padded", "in_place", "allgather", "two_level", "alltoallv"):
+                self.assertRegex(said, rf"{landing} +\d+ bytes sent +dispatch and combine: every byte equals the reference")
 
     def test_landings_are_estimated_and_auto_takes_the_first(self):
         home = {"XDG_CACHE_HOME": self.folder}
@@ -471,6 +477,12 @@ class Endings(unittest.TestCase):
         self.assertIn(f"rank {rank_of[victim]}: process killed by signal 9 (KILL)", err)
         self.assertIn(f"rank {rank_of[victim]} has died", err)
         self.nothing_left(children)
+
+    def test_closed_streams_are_told_by_the_exit_code(self):
+        for words, code in (("bogus", 2), ("verify no-such-folder", 2), ("--help", 1), ("run --cell-rows 1 --landing padded", 1),
+                            ("plan --landings", 1), ("verify --local", 1)):
+            done = subprocess.run(["sh", "-c", f'exec "$0" {words} >&- 2>&-', SWITCHYARD], timeout=WATCHDOG_S)
+            self.assertEqual(done.returncode, code, words)
 
     def test_a_killed_launcher_takes_its_ranks_along(self):
         program, children = self.start()

@@ -59,7 +59,7 @@ class Manual(unittest.TestCase):
         self.assertGreaterEqual(len(quoted), 12)
         for text in quoted:
             for part in filter(None, map(str.strip, text.split("…"))):
-                self.assertIn(part, sources)
+                self.assertTrue(part in sources, f"no source says: {part}")
 
 
 class Checks(unittest.TestCase):

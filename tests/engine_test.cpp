@@ -46,6 +46,7 @@ Options options_with(Landing landing, Format dispatch_quant, Format combine_quan
     o.experts = 7;
     o.tokens_max = 6;
     o.rows_max = 60;
+    o.cell_rows = 18;
     o.depth = 1;
     o.landing = landing;
     o.group_ranks = landing == Landing::in_place ? ranks : landing == Landing::two_level ? 2 : 1;

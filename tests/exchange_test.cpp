@@ -70,6 +70,13 @@ TEST(BuildingBlocks, WhatDoesNotFitIsRefusedWithItsPlace) {
                              permutation_of(std::vector<int32_t>{0, -1}, offsets, permutation);
                          }),
                          Code::bad_input, {"expert 0"}));
+    for (const auto& [bad, place] : {std::pair<std::vector<int64_t>, const char*>{{0, 100, 2}, "offsets[2] is 2"},
+                                     {{-5, 1, 2}, "offsets[0] is -5"},
+                                     {{1, 1, 2}, "offsets[0] is 1"}})
+        EXPECT_TRUE(is_error(outcome_of([&] {
+                                 permutation_of(std::vector<int32_t>{0, 0}, bad, permutation);
+                             }),
+                             Code::bad_input, {place}));
     char to[2];
     EXPECT_TRUE(is_error(outcome_of([&] { reorder(nullptr, 2, 1, std::vector<int64_t>{0}, 1, to); }), Code::bad_input,
                          {"from is null"}));
@@ -336,6 +343,47 @@ TEST(Exchange, BadInputOfOneRankIsAnErrorOnAllOfThem) {
             EXPECT_EQ(x.send(fine).rows(), 2) << "and it lives on";
         }
     });
+}
+
+// A refusal that nobody could hear, because the call did not begin, leaves alone what nobody has heard yet.
+TEST(Exchange, ARefusalThatDoesNotBeginKeepsTheErrorOfAnEarlierSendBack) {
+    std::vector<Exchange> group = Exchange::open_local({.payload_bytes = {4}, .items_max = 1, .depth = 2}, 2);
+    const int32_t value = 5, index = 1;
+    const SendArgs fine{.payloads = {&value}, .items = 1, .expert_indices = &index};
+    Signal timed_out;
+    on_ranks(2, [&](int r) {
+        Exchange& x = group[static_cast<size_t>(r)];
+        int32_t home = 0;
+        Received a = x.send(fine), b = x.send(fine);
+        if (r == 0) {
+            EXPECT_TRUE(is_error(outcome_of([&] { x.send_back(b, {.payloads = {&home}, .timeout_ms = 50 * slowness}); }),
+                                 Code::timed_out));
+            SendArgs bad = fine;
+            bad.items = 9;
+            EXPECT_EQ(outcome_of([&] { x.send(bad); }).code, Code::depth) << "`a` is open in its slot";
+            timed_out.raise();
+        } else {
+            timed_out.wait();
+            EXPECT_EQ(outcome_of([&] { x.send_back(b, {.payloads = {&home}}); }).code, Code::ok);
+        }
+        EXPECT_EQ(outcome_of([&] { x.send_back(a, {.payloads = {&home}}); }).code, Code::ok);
+        EXPECT_TRUE(is_error(outcome_of([&] { x.send(fine); }), Code::timed_out, {"rank 0: its combine of epoch 2"}));
+        EXPECT_EQ(outcome_of([&] { x.send(fine); }).code, Code::ok);
+    });
+}
+
+TEST(Exchange, ANullAnswerIsRefusedOnAllRanksWhateverTheSizeOfTheItem) {
+    for (const int64_t bytes : {3, 4}) {
+        std::vector<Exchange> group = Exchange::open_local({.payload_bytes = {bytes}, .items_max = 1}, 2);
+        const int32_t value = 5, index = 1;
+        on_ranks(2, [&](int r) {
+            Exchange& x = group[static_cast<size_t>(r)];
+            Received got = x.send({.payloads = {&value}, .items = 1, .expert_indices = &index});
+            int32_t home = 0;
+            EXPECT_TRUE(is_error(outcome_of([&] { x.send_back(got, {.payloads = {r == 0 ? &home : nullptr}}); }),
+                                 Code::bad_input, {"rank 1"}));
+        });
+    }
 }
 
 TEST(Exchange, CountsThatCannotBeAreNamedOnAllRanks) {

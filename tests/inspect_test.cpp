@@ -24,6 +24,7 @@ struct Crafted {
         options.experts = 2 * ranks;
         options.tokens_max = 4;
         options.rows_max = 4 * 2 * ranks;
+        options.cell_rows = 4 * 2;
         options.depth = depth;
         options.landing = landing;
         w = layout::window_of({.ranks = ranks,
@@ -34,6 +35,7 @@ struct Crafted {
                                .topk = 2,
                                .tokens_max = 4,
                                .rows_max = options.rows_max,
+                               .cell_rows = options.cell_rows,
                                .token = TokenType::f16,
                                .dispatch = Format::none,
                                .combine = Format::none,

@@ -99,6 +99,7 @@ TEST(OptionTable, HasEveryFieldOfOptions) {
                               "combine_path",
                               "depth",
                               "rows_max",
+                              "cell_rows",
                               "partial",
                               "workers",
                               "simd",
@@ -208,6 +209,7 @@ TEST(OptionTable, DefaultsAreThoseOfTheDocuments) {
     EXPECT_EQ(o.expert_alignment, 1);
     EXPECT_EQ(o.depth, 2);
     EXPECT_EQ(o.rows_max, 0);
+    EXPECT_EQ(o.cell_rows, 0);
     EXPECT_EQ(o.timeout_ms, 30000);
 }
 

@@ -12,6 +12,7 @@
 #include <mutex>
 
 #include "quant/quant.hpp"
+#include "switchyard/balance.hpp"
 #include "testing.hpp"
 
 namespace switchyard::test {
@@ -605,6 +606,49 @@ TEST_P(EveryWay, WindowOfExactlyTheRowsIsEnoughAndOneLessIsRefusedOnEveryRank) {
             expect_round_works(sessions, nothing);
         }
     }
+}
+
+// The classic capacity: cells below the worst case, and tokens above them dropped by their rank before they are sent.
+TEST(CellRows, HoldWhatACapacityLeavesAndOneMoreIsRefusedOnEveryRank) {
+    Random random;
+    int refused = 0;
+    for (int64_t n = 0; n < scaled(40); ++n) {
+        const int ranks = 1 + static_cast<int>(random.below(4));
+        Options o;
+        o.hidden = 1 + random.below(40);
+        o.landing = Landing::padded;
+        o.timeout_ms = never_ms;
+        o.topk = 1 + random.below(3);
+        o.experts = 1 + random.below(6);
+        o.tokens_max = 7;
+        o.combine_path = random.pick({CombinePath::read, CombinePath::push});
+        Problem whole = make_problem(random, o, std::vector<int64_t>(static_cast<size_t>(ranks), 7), Routing::skewed);
+        const double factor = random.pick({0.5, 1.0, 1.25});
+        std::vector<int64_t> fullest;  // rows that each rank has for one expert
+        Problem fits = whole;
+        for (RankData& rank : fits.ranks) {
+            std::vector<int64_t> counts(static_cast<size_t>(o.experts));
+            for (const int32_t id : rank.ids)
+                if (id >= 0) ++counts[static_cast<size_t>(id)];
+            fullest.push_back(*std::max_element(counts.begin(), counts.end()));
+            o.cell_rows = apply_capacity(rank.ids, o.topk, o.experts, factor).capacity;
+        }
+        SCOPED_TRACE("seed " + std::to_string(random.seed()) + ", round " + std::to_string(n) + ": " + text_of(o));
+        solve(fits);
+        std::vector<Session> sessions = Session::open_local(o, ranks);
+        expect_round_works(sessions, fits);
+        const auto over = std::find_if(fullest.begin(), fullest.end(), [&](int64_t rows) { return rows > o.cell_rows; });
+        if (over == fullest.end()) continue;
+        ++refused;
+        on_ranks(ranks, [&](int r) {
+            const Outcome outcome = outcome_of([&] { sessions[static_cast<size_t>(r)].dispatch(dispatch_args(whole, r)); });
+            EXPECT_TRUE(is_error(outcome, Code::capacity,
+                                 {"rank " + std::to_string(over - fullest.begin()) + ": it sends",
+                                  "hold " + std::to_string(o.cell_rows), "cell_rows", "apply_capacity"}));
+        });
+        expect_round_works(sessions, fits);
+    }
+    EXPECT_GT(refused, 0);
 }
 
 // --------------------------------------------------------------------------------------------------- bad input of dispatch
@@ -1360,6 +1404,7 @@ TEST(SessionOpen, RanksMustAgreeAboutEveryAgreedOption) {
         {"combine_path", {"read", "push"}},
         {"tokens_max", {"2", "9"}},
         {"rows_max", {"100", "101"}},
+        {"cell_rows", {"2", "3"}},
         {"depth", {"2", "3"}},
         {"partial", {"no", "yes"}},
     };

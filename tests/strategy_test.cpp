@@ -6,6 +6,7 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <map>
 
 #include "testing.hpp"
 
@@ -89,6 +90,24 @@ TEST(Estimates, CountHopsPeersRowsAndBytesByHand) {
     Calibration one = only(&Calibration::row);
     one.cpus = 1;
     EXPECT_DOUBLE_EQ(us_of(estimate_landings(o, 4, 16, one), Landing::packed), 128);
+}
+
+TEST(Estimates, BytesAreThoseOfRowsIdsAndWeightsByHand) {
+    // 32 rows of 1 KiB with 12 bytes of source info, 16 with weights; 64 bytes more in a cell. Or 16 tokens to 1, 1.75 and 1.5
+    // places, and 32 ids (and weights) to 1, 4 and 2.
+    const std::map<Landing, std::pair<int64_t, int64_t>> bytes = {
+        {Landing::packed, {33152, 33280}},   {Landing::padded, {33152, 33280}},    {Landing::alltoallv, {34816, 34816}},
+        {Landing::in_place, {16512, 16640}}, {Landing::allgather, {29184, 29696}}, {Landing::two_level, {24832, 25088}}};
+    for (const bool weights : {false, true}) {
+        Options o = shape();
+        o.deliver_weights = weights;
+        const auto all = estimate_landings(o, 4, 16, {});
+        EXPECT_EQ(all.size(), bytes.size());
+        for (const Estimate& e : all) {
+            const auto& [without, with] = bytes.at(e.landing);
+            EXPECT_EQ(e.bytes, weights ? with : without) << e.why;
+        }
+    }
 }
 
 TEST(Estimates, WindowsThatCannotBeLoadedRuleTwoOut) {
@@ -197,7 +216,7 @@ TEST(CalibrationFile, WhatIsNoneIsRefusedWithTheNextStep) {
     EXPECT_TRUE(is_error(outcome_of([&] { save_calibration({}, "/proc/none/calibration"); }), Code::system, {"/proc/none"}));
 }
 
-TEST(Calibrate, GivesFiguresThatOrderLandingsAsThisMachineDoes) {
+TEST(Calibrate, GivesFiguresByWhichThreeCopiesCostMoreThanOne) {
     const Calibration c = calibrate();
     for (double Calibration::*p :
          {&Calibration::call, &Calibration::peer, &Calibration::row, &Calibration::row_apart, &Calibration::look,

@@ -6,9 +6,12 @@
 //   CASE/output/chip_<r>/...   as golden, written by a run
 #pragma once
 
+#include <fmt/format.h>
+
 #include <CLI/CLI.hpp>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <filesystem>
 #include <map>
 #include <string>
@@ -24,6 +27,12 @@ namespace switchyard::tools {
 struct Mistake : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
+
+/// To stderr, which may not be there: what cannot be told there is told by the exit code.
+template <class... A>
+void complain(fmt::format_string<A...> text, A&&... arguments) {
+    std::fputs(fmt::vformat(text, fmt::make_format_args(arguments...)).c_str(), stderr);
+}
 
 /// What the command line said about a case, before it is known which case.
 struct CaseFlags {

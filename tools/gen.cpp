@@ -49,6 +49,7 @@ int gen_command(int argc, char** argv) {
     const std::string python = find_python();
     const int script = memfd_create("reference.py", 0);  // stays open across exec: Python reads it there
     const size_t bytes = std::strlen(reference_script);
+    errno = EFBIG;  // when only a part could be written: a limit of file sizes (ulimit -f)
     if (script < 0 || write(script, reference_script, bytes) != static_cast<ssize_t>(bytes))
         throw Mistake(fmt::format("no memory file for the reference script: {}", std::strerror(errno)));
     std::string path = fmt::format("/proc/self/fd/{}", script);

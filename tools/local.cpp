@@ -83,14 +83,66 @@ int verify_local(const Case& c, bool json) {
     return right ? 0 : 1;
 }
 
+namespace {
+
+// One dispatch and its combine on one landing against the reference: what differs, or "".
+std::string play_round(Session& session, const Input& in, int64_t tokens, const reference::Received& want,
+                       const MadeUpExperts& experts, const std::vector<std::byte>& right_out) {
+    ExpertBatch batch = session.dispatch(
+        {.x = in.x.data(), .tokens = tokens, .topk_ids = in.topk_ids.data(), .topk_weights = in.topk_weights.data()});
+    if (batch.rows() != want.rows) return fmt::format("{} rows, the reference has {}", batch.rows(), want.rows);
+    const std::vector<float> none;
+    struct Part {
+        const char* name;
+        const void *got, *right;
+        size_t bytes;
+    };
+    const auto part = [](const char* name, const void* got, const auto& right) {
+        return Part{name, got, right.data(), right.size() * sizeof right[0]};
+    };
+    for (const Part& p : {part("expand_x", batch.expand_x(), want.expand_x),
+                          part("dynamic_scales", batch.dynamic_scales(), want.dynamic_scales),
+                          part("source info", batch.assist_info_for_combine().data(), want.assist_info_for_combine),
+                          part("ep_recv_count", batch.ep_recv_count().data(), want.ep_recv_count),
+                          part("expert_token_nums", batch.expert_token_nums().data(), want.expert_token_nums),
+                          part("weights", batch.weights(), batch.weights() ? want.weights : none)})
+        if (p.bytes > 0 && std::memcmp(p.got, p.right, p.bytes) != 0)
+            return fmt::format("{} of dispatch: other than the reference", p.name);
+
+    const Options& o = session.options();
+    const int64_t row_bytes = o.hidden * (o.dtype == TokenType::f32 ? 4 : 2);
+    const int64_t first = experts_of(session.rank(), session.size(), o.experts).first;
+    const std::span<const int32_t> info = batch.assist_info_for_combine();
+    for (int64_t e = 0; e < session.experts_local(); ++e)
+        for (int64_t i = batch.expert_offsets()[static_cast<size_t>(e)]; i < batch.expert_offsets()[static_cast<size_t>(e) + 1];
+             ++i) {
+            const int32_t* source = info.data() + 3 * i;
+            if (source[0] < 0) continue;  // a pad row
+            std::memcpy(static_cast<std::byte*>(batch.y()) + i * row_bytes,
+                        experts.row(source[0], source[1], source[2], static_cast<int32_t>(first + e)),
+                        static_cast<size_t>(row_bytes));
+        }
+    std::vector<std::byte> out(right_out.size());
+    session.combine(batch, {.topk_weights = in.topk_weights.data(), .out = out.data()});
+    return out == right_out ? "" : "out of combine: other than the reference";
+}
+
+}  // namespace
+
 int verify_landings(const Case& c, bool json) {
     const auto ranks = static_cast<size_t>(c.ranks);
+    const MadeUpExperts experts(c);
     std::vector<Input> in;
     std::vector<reference::RankInput> views;
     for (size_t r = 0; r < ranks; ++r) in.push_back(input_of(c, static_cast<int>(r)));
     for (size_t r = 0; r < ranks; ++r) views.push_back(in[r].view(c.tokens[r]));
     std::vector<reference::Received> right(ranks);
-    for (size_t r = 0; r < ranks; ++r) right[r] = reference::dispatch(c.options, views, static_cast<int>(r));
+    std::vector<std::vector<std::byte>> right_out(ranks);
+    for (size_t r = 0; r < ranks; ++r) {
+        right[r] = reference::dispatch(c.options, views, static_cast<int>(r));
+        right_out[r] = reference::combine(c.options, views[r], static_cast<int>(r),
+                                          [&](int s, int64_t t, int64_t k, int32_t e) { return experts.row(s, t, k, e); });
+    }
 
     bool all_right = true;
     for (const Landing landing :
@@ -103,25 +155,7 @@ int verify_landings(const Case& c, bool json) {
         for (size_t r = 0; r < ranks; ++r)
             threads.emplace_back([&, r] {
                 try {
-                    const ExpertBatch batch = sessions[r].dispatch({.x = in[r].x.data(),
-                                                                    .tokens = c.tokens[r],
-                                                                    .topk_ids = in[r].topk_ids.data(),
-                                                                    .topk_weights = in[r].topk_weights.data()});
-                    const reference::Received& want = right[r];
-                    const auto differs = [&](const void* got, const void* expected, size_t bytes) {
-                        return bytes > 0 && std::memcmp(got, expected, bytes) != 0;
-                    };
-                    if (batch.rows() != want.rows)
-                        wrong[r] = fmt::format("{} rows, the reference has {}", batch.rows(), want.rows);
-                    else if (differs(batch.expand_x(), want.expand_x.data(), want.expand_x.size()))
-                        wrong[r] = "expand_x differs from the reference";
-                    else if (differs(batch.dynamic_scales(), want.dynamic_scales.data(), want.dynamic_scales.size()))
-                        wrong[r] = "dynamic_scales differ from the reference";
-                    else if (differs(batch.assist_info_for_combine().data(), want.assist_info_for_combine.data(),
-                                     want.assist_info_for_combine.size() * 4))
-                        wrong[r] = "source info differs from the reference";
-                    else if (!std::ranges::equal(batch.ep_recv_count(), want.ep_recv_count))
-                        wrong[r] = "ep_recv_count differs from the reference";
+                    wrong[r] = play_round(sessions[r], in[r], c.tokens[r], right[r], experts, right_out[r]);
                 } catch (const std::exception& e) {
                     wrong[r] = e.what();
                 }
@@ -140,7 +174,8 @@ int verify_landings(const Case& c, bool json) {
             fmt::print("{}\n",
                        nlohmann::json{{"landing", name}, {"equal", equal}, {"bytes_sent", bytes}, {"wrong", wrong}}.dump());
         else
-            fmt::print("{:<10} {:>14} bytes sent   {}\n", name, bytes, equal ? "every byte equals the reference" : "WRONG");
+            fmt::print("{:<10} {:>14} bytes sent   {}\n", name, bytes,
+                       equal ? "dispatch and combine: every byte equals the reference" : "WRONG");
     }
     return all_right ? 0 : 1;
 }

@@ -41,38 +41,49 @@ void print_help() {
 }  // namespace
 
 int bench_command(int argc, char** argv) {
-    const bool kernels = argc > 2 && std::string_view(argv[2]) == "--kernels";
-    const char* name = kernels ? "switchyard-kernels" : "switchyard-bench";
-    const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe").parent_path() / name;
-    execv(program.c_str(), argv + (kernels ? 2 : 1));
-    throw Mistake(fmt::format(
-        "{} cannot be started: {}; build the target {}", program.string(), std::strerror(errno),
-        kernels ? "switchyard_kernels, for which CMake must find Google Benchmark (libbenchmark-dev)" : "switchyard_bench"));
+    struct Part {
+        std::string_view word;  // the first argument
+        const char *program, *target;
+    };
+    static constexpr Part parts[] = {
+        {"--kernels", "switchyard-kernels",
+         "switchyard_kernels, for which CMake must find Google Benchmark (libbenchmark-dev)"},
+        {"overlap", "switchyard-overlap", "switchyard_overlap, for which CMake must find OpenBLAS (libopenblas-dev)"},
+        {"", "switchyard-bench", "switchyard_bench"}};
+    const Part* part = parts;
+    while (!part->word.empty() && (argc < 3 || argv[2] != part->word)) ++part;
+    const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe").parent_path() / part->program;
+    execv(program.c_str(), argv + (part->word.empty() ? 1 : 2));
+    throw Mistake(
+        fmt::format("{} cannot be started: {}; build the target {}", program.string(), std::strerror(errno), part->target));
 }
 
 int main(int argc, char** argv) {
     const std::string_view name = argc > 1 ? argv[1] : "";
-    if (name.empty() || name == "--help" || name == "-h" || name == "help") return print_help(), name.empty() ? 2 : 0;
-    if (name == "--version") return fmt::print("switchyard {}\n", SWITCHYARD_VERSION), 0;
-    for (const Command& c : commands) {
-        if (name != c.name) continue;
-        try {
-            const int code = c.run(argc, argv);
-            if (std::fflush(stdout) != 0 || std::ferror(stdout)) {
-                fmt::print(stderr, "switchyard {}: the output could not be written\n", c.name);
-                return std::max(code, 1);
-            }
-            return code;
-        } catch (const Mistake& e) {
-            fmt::print(stderr, "switchyard {}: {}\n", c.name, e.what());
-            return 2;
-        } catch (const std::exception& e) {
-            fmt::print(stderr, "switchyard {}: {}\n", c.name, e.what());
-            return 1;
-        }
+    const Command* const command =
+        std::find_if(std::begin(commands), std::end(commands), [&](const Command& c) { return name == c.name; });
+    std::string who = "switchyard";
+    if (command != std::end(commands)) who += fmt::format(" {}", command->name);
+    try {
+        int code = 2;
+        if (command != std::end(commands))
+            code = command->run(argc, argv);
+        else if (name.empty() || name == "--help" || name == "-h" || name == "help")
+            code = name.empty() ? 2 : 0, print_help();
+        else if (name == "--version")
+            code = 0, fmt::print("switchyard {}\n", SWITCHYARD_VERSION);
+        else
+            complain("switchyard: there is no command \"{}\"; see switchyard --help\n", name);
+        if (std::fflush(stdout) == 0 && !std::ferror(stdout)) return code;
+        complain("{}: the output could not be written\n", who);
+        return std::max(code, 1);
+    } catch (const Mistake& e) {
+        complain("{}: {}\n", who, e.what());
+        return 2;
+    } catch (const std::exception& e) {
+        complain("{}: {}\n", who, e.what());
+        return 1;
     }
-    fmt::print(stderr, "switchyard: there is no command \"{}\"; see switchyard --help\n", name);
-    return 2;
 }
 
 }  // namespace switchyard::tools

@@ -28,7 +28,16 @@ std::vector<Loads> read_loads(const std::string& path) {
         if (text.find_first_not_of(" \t\r") == std::string::npos) continue;
         try {
             const nlohmann::json line = nlohmann::json::parse(text);
-            lines.push_back((line.is_array() ? line : line.at("experts")).get<Loads>());
+            const nlohmann::json& experts = line.is_array() ? line : line.at("experts");
+            Loads loads;
+            for (const nlohmann::json& load : experts) {
+                constexpr uint64_t most = uint64_t{1} << 48;  // sums of a million of them fit 64 bits
+                if (!load.is_number_unsigned() || load.get<uint64_t>() > most)
+                    throw Mistake(fmt::format("{}, line {}: the load of expert {} is {}; allowed: whole numbers 0..{}", path,
+                                              number, loads.size(), load.dump(), most));
+                loads.push_back(load.get<uint64_t>());
+            }
+            lines.push_back(std::move(loads));
         } catch (const nlohmann::json::exception&) {
             throw Mistake(
                 fmt::format("{}, line {}: neither [rows of each expert] nor {{\"experts\": [...]}} as "
@@ -85,8 +94,19 @@ int calibrate_machine(bool json) {
     const std::string path = calibration_path();
     if (path.empty()) throw Mistake("no place for the calibration: set HOME or XDG_CACHE_HOME");
     if (!json) fmt::print("plays groups of threads with every landing, some seconds ...\n");
+    // What cannot be written is told before anything is measured. A file that is none is replaced.
+    Calibration before;
+    try {
+        before = load_calibration(path);
+    } catch (const Error&) {
+    }
+    save_calibration(before, path);
     const Calibration c = calibrate();
     save_calibration(c, path);
+    if (c.write_memory == 0 || c.read_memory == 0)
+        complain(
+            "switchyard plan: memory seems to cost nothing, so other work has disturbed the measurement; calibrate again on a "
+            "quiet machine\n");
     if (json) {
         fmt::print("{}\n", nlohmann::json{{"calibration", path}, {"cpus", c.cpus}, {"cache_bytes", c.cache_bytes}}.dump());
         return 0;

@@ -390,9 +390,9 @@ void show_progress(int done, int rounds) {
     if (!isatty(STDERR_FILENO)) return;
     constexpr int width = 40;
     const int full = rounds ? done * width / rounds : width;
-    fmt::print(stderr, "\r[{}{}] {}/{} rounds", std::string(static_cast<size_t>(full), '#'),
-               std::string(static_cast<size_t>(width - full), '.'), done, rounds);
-    if (done == rounds) fmt::print(stderr, "\r{}\r", std::string(width + 24, ' '));
+    complain("\r[{}{}] {}/{} rounds", std::string(static_cast<size_t>(full), '#'),
+             std::string(static_cast<size_t>(width - full), '.'), done, rounds);
+    if (done == rounds) complain("\r{}\r", std::string(width + 24, ' '));
     std::fflush(stderr);
 }
 
@@ -523,15 +523,14 @@ int parent_main(const RunFlags& run, const Case& c, char** argv) {
             note_error("did not end in time after another rank had; stopped", r);
     }
     if (failed) {
-        if (isatty(STDERR_FILENO)) fmt::print(stderr, "\n");
+        if (isatty(STDERR_FILENO)) complain("\n");
         for (auto& [text, ranks] : errors) {
             std::sort(ranks.begin(), ranks.end());
             std::replace(text.begin(), text.end(), '\n', ' ');  // one line each
             if (run.json)
                 fmt::print("{}\n", line_of({{"error", text}, {"ranks", ranks}}));
             else
-                fmt::print(stderr, "switchyard run: rank{} {}: {}\n", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "),
-                           text);
+                complain("switchyard run: rank{} {}: {}\n", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "), text);
         }
         return std::max(exit_code, 1);
     }
@@ -647,6 +646,7 @@ int verify_command(int argc, char** argv) {
     const std::string &folder = verify.folder, &output = verify.output;
     const bool json = verify.json;
     if (verify.sim) {
+        if (verify.local || verify.landings) throw Mistake("--sim plays seeds; leave --local and --landings out");
         const size_t others = flags.options.size() - flags.options.count("simd");
         if (!folder.empty() || !output.empty() || others > 0 || !flags.ranks.empty() || !flags.batch.empty() ||
             !flags.routing.empty() || !flags.timeout.empty())

@@ -7,7 +7,8 @@
 //
 // A session sends tokens; this sends anything: up to eight payloads of any size per item travel with one routing. It runs on
 // the same engine, with the same deadlines and errors: bad input of any rank is an error on all of them in the same call,
-// before a row has moved. The pieces of the routing are plain functions below; `switchyard verify --local` shows them at work.
+// before anybody has received anything. The pieces of the routing are plain functions below; `switchyard verify --local` shows
+// them at work.
 #pragma once
 
 #include <array>

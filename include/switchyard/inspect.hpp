@@ -53,7 +53,7 @@ struct Window {
     uint64_t bytes = 0;
     Options options;  ///< what decides the layout; the rest has its default. combine_path is push or automatic
 };
-inline constexpr size_t header_bytes = 128;
+inline constexpr size_t header_bytes = 136;
 
 /// Reads them from the first header_bytes bytes of a window. stale: the header is not there yet, its owner is still opening the
 /// session; mismatch: a window of another format; corrupt: no window.

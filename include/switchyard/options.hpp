@@ -41,6 +41,10 @@ struct Options {
     int64_t depth = 2;        ///< dispatches in flight before the oldest must be combined or dropped, 1..64
     int64_t rows_max = 0;     ///< rows a rank can receive in one dispatch, pad rows of
                               ///< expert_alignment included; 0 = the worst case
+    int64_t cell_rows = 0;    ///< landing padded: rows a rank can send to one expert in one dispatch; 0 = the worst case,
+                              ///< tokens_max * topk. The classic capacity: ceil(factor * tokens_max * topk / experts), the
+                              ///< most that apply_capacity (balance.hpp) leaves of any batch; a rank that sends more is a
+                              ///< capacity error on all ranks
 
     bool partial = false;  ///< a rank that has died contributes nothing instead of ending combine; after shrink() its
                            ///< experts count as unused slots. CombineArgs::missing tells how many

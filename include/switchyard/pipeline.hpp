@@ -5,6 +5,13 @@
 //            [&](ExpertBatch& batch, int64_t chunk) { ... read batch.row(i), write batch.y() ... });
 //
 // `out` has the same bytes for any number of chunks, because combine sums each token by itself. All ranks pass the same number.
+// Or by experts, within one dispatch: each begins as soon as its own rows are here.
+//
+//   PendingDispatch coming = session.dispatch_async(...);
+//   ExpertBatch batch = experts_as_they_come(session, coming, [&](int64_t expert) {
+//       ... coming.rows_of(expert) rows: coming.gather_f32(expert, ...), write coming.y_of(expert) ... });
+//   session.combine(batch, ...);
+//
 // What travels while the experts compute needs somebody to move it: option progress worker, or a call of session.progress()
 // between two tiles.
 #pragma once
@@ -15,6 +22,7 @@
 #include <cstdint>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "switchyard/session.hpp"
 
@@ -34,6 +42,30 @@ struct PipelineArgs {
     uint64_t tag = 0;
     int64_t timeout_ms = 0;  ///< deadline of each dispatch and combine; 0 = the session's
 };
+
+/// Calls run(expert) once for every local expert, 0..experts_local()-1, in the order in which their rows come: with landing
+/// packed an expert need not wait for ranks that send it nothing (PendingDispatch::ready), otherwise all come together and run
+/// by number. Returns the batch of the dispatch, which has ended then. Allocates a byte per expert. Waits until the dispatch's
+/// deadline, and throws its errors, and what `run` throws; what was computed counts for nothing then.
+template <class Run>
+ExpertBatch experts_as_they_come(const Session& session, PendingDispatch& coming, Run&& run) {
+    std::vector<uint8_t> done(static_cast<size_t>(session.experts_local()));
+    for (size_t left = done.size(); left > 0;) {
+        size_t first = done.size();  // that has not come
+        for (size_t e = 0; e < done.size(); ++e) {
+            if (done[e]) continue;
+            if (!coming.ready(static_cast<int64_t>(e))) {
+                first = std::min(first, e);
+                continue;
+            }
+            run(static_cast<int64_t>(e));
+            done[e] = 1;
+            --left;
+        }
+        if (first < done.size()) coming.wait_expert(static_cast<int64_t>(first), 1);  // another may come before it
+    }
+    return coming.get();
+}
 
 /// Runs dispatch(c+1) | experts(batch of chunk c, c) | combine(c-1). With depth 3 both ways are hidden;
 /// with depth 2 only the way out, because the slot of the next dispatch is that of the combine before, which is awaited first;

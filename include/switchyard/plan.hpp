@@ -84,7 +84,8 @@ SY_API PlacementTable plan_placement(std::span<const uint64_t> loads, const Plan
 SY_API bool is_hierarchical(int64_t experts, const PlanArgs& args);
 
 /// Loads [R] that ranks would have under a table, from loads [E] of experts, when every expert's rows are shared by its slots
-/// equally (round_robin) or as `parts` say (least_loaded). For nearest, which depends on who sends, as round_robin.
+/// equally (round_robin) or as `parts` say (least_loaded). For nearest, which depends on who sends, as round_robin. Allocates
+/// the result. Throws bad_input: a table that does not pass check(), loads that are not one per expert.
 SY_API std::vector<double> planned_rank_loads(const PlacementTable& table, std::span<const uint64_t> loads);
 
 /// The slots that a rank's topk_ids [T*K] go to: what dispatch does inside, for checks and simulations. Ids must be in -1..E-1

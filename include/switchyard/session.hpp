@@ -35,6 +35,10 @@ struct Operation;
 class Pending;
 class PendingDispatch;
 class PendingCombine;
+class Session;
+struct WeightTransfer;  // weights.hpp
+SY_API WeightTransfer move_weights(Session& mover, const PlacementTable& from, const PlacementTable& to, int64_t expert_bytes,
+                                   const void* old_weights, void* new_weights);
 
 /// Who belongs together: the ranks of one group are processes of one user on one host.
 struct SY_API Group {
@@ -110,7 +114,7 @@ class SY_API ExpertBatch {
     uint64_t epoch() const;        ///< number of this dispatch
     const void* expand_x() const;  ///< [N,H], rows by (local expert, source rank, token, k); payload_bytes() each.
                                    ///< With rows that lie apart (in_place, allgather, two_level) the first call copies all here
-    const void* dynamic_scales() const;  ///< [N,S], scale_bytes() each; null without quantisation. in_place: as expand_x()
+    const void* dynamic_scales() const;  ///< [N,S], scale_bytes() each; null without quantisation. Copies as expand_x()
     int64_t payload_bytes() const;
     int64_t scale_bytes() const;
     std::span<const int32_t> assist_info_for_combine() const;  ///< [N,3] (source rank, token, k); -1 in pad rows
@@ -122,7 +126,7 @@ class SY_API ExpertBatch {
                       ///< Streaming stores to it must be fenced by the thread that made them.
 
     /// Row i of 0..N-1, wherever the landing keeps it; valid as long as the batch. Throws bad_input outside 0..N-1, corrupt
-    /// when another process wrote nonsense where the row's home stands (in_place).
+    /// when another process wrote nonsense where the row's home stands (rows that lie apart).
     Row row(int64_t i) const;
 
     /// Copies rows first..first+count-1 of a local expert, in wire format, to `tile` [count, payload_bytes] and, when
@@ -154,7 +158,7 @@ struct SessionStats {
     uint64_t bytes_sent_peers = 0;  ///< the part of it that went to other ranks
     uint64_t bytes_home = 0;        ///< bytes of experts' rows read (or pushed) by combine
     int64_t wait_ns_counts = 0;     ///< waiting for the peers' counts (and for a slot)
-    int64_t wait_ns_rows = 0;       ///< waiting for the peers' rows (padded, in_place: counts come with them)
+    int64_t wait_ns_rows = 0;       ///< waiting for the peers' rows (counts come with them, but with packed and alltoallv)
     int64_t wait_ns_returned = 0;   ///< waiting for the experts' output
 };
 
@@ -195,15 +199,17 @@ class SY_API Session {
     ~Session();  ///< close()
 
     /// Sends each token to the ranks of its experts and returns the rows this rank's experts received.
-    /// Waits for the counts and rows of all ranks. No row has moved anywhere when the input of any rank was bad. Throws Error:
-    /// on all ranks bad_input (names rank, token, slot, value, allowed), mismatch (tags), capacity (rows_max); timed_out (who
-    /// is awaited), peer_left (who gave up, and why), peer_lost, peer_closed, corrupt; and on this rank alone, without taking
-    /// an epoch, depth and stale.
+    /// Waits for the counts and rows of all ranks. No batch exists anywhere when the input of any rank was bad; with landing
+    /// packed and alltoallv no row has moved either. Throws Error: on all ranks bad_input (names rank, token, slot, value,
+    /// allowed), mismatch (tags, counts), capacity (rows_max, cell_rows); timed_out (who is awaited), peer_left (who gave up,
+    /// and why), peer_lost, peer_closed, corrupt; and on this rank alone, without taking an epoch, depth and stale.
     ExpertBatch dispatch(const DispatchArgs& args);
 
     /// Where the next dispatch's tokens may be written, [tokens_max,H] of dtype: with landing in_place and no quantisation a
     /// dispatch whose x is this place copies nothing. Null otherwise. Waits until every rank has finished reading the epoch
-    /// that used the slot before (at once after a combine); the place is good for the very next dispatch.
+    /// that used the slot before (at once after a combine); the place is good for the very next dispatch. timeout_ms: of this
+    /// wait; 0 = the session's. Allocates nothing. Throws Error, and takes no epoch: depth, stale, timed_out, peer_lost,
+    /// peer_closed; a dispatch after that is told the same.
     void* x(int64_t timeout_ms = 0);
 
     /// Sums each token's rows: out[t] = sum over k of weights[t,k] * y(row of t,k), in k order, in f32, rounded once.
@@ -268,10 +274,16 @@ class SY_API Session {
     friend class Pending;
     friend class PendingDispatch;
     friend class Exchange;
+    friend WeightTransfer move_weights(Session& mover, const PlacementTable& from, const PlacementTable& to,
+                                       int64_t expert_bytes, const void* old_weights, void* new_weights);
     /// Refuses the next dispatch on all ranks, with this reason. Throws it, or what dispatch throws.
     [[noreturn]] void refuse_dispatch(const Status& why, uint64_t tag, int64_t timeout_ms);
     /// With a number for what rows are made of, which is compared like an option.
-    static Session open_rows(const Options& options, const Group& group, uint64_t rows);
+    // As x(), for who goes on to dispatch whatever becomes of it: null where there is no place, or it is not free in time.
+    // Leaves in timeout_ms what is left of it.
+    void* x_if_free(int64_t& timeout_ms);
+    // `refusal`: what the caller has found wrong itself, for all ranks to hear.
+    static Session open_rows(const Options& options, const Group& group, uint64_t rows, const Status& refusal);
     static std::vector<Session> open_local_rows(std::span<const Options> options, std::span<const PlacementTable> tables,
                                                 std::span<const uint64_t> rows);
 

@@ -166,6 +166,7 @@ typedef struct sy_options {
     int64_t jitter_us;   /* for tests */
     int64_t group_ranks; /* of landing two_level; equal on all ranks, never changes a result; 0 = as the machine is built */
     int64_t progress;
+    int64_t cell_rows; /* of landing padded: rows a rank can send to one expert; equal on all ranks; 0 = the worst case */
 } sy_options;
 
 /* One line of the table of options. The texts live as long as the library. */
@@ -305,6 +306,11 @@ SY_API int32_t sy_session_stats(const sy_session* session, sy_stats* stats);
  * session opened. SY_BAD_INPUT when `count` is not R. Works on a closed session. */
 SY_API int32_t sy_session_waits(const sy_session* session, int64_t* wait_ns, int64_t count);
 
+/* Writes why the session has the landing it has, in lines of text with a final 0, to text [text_bytes]: with landing auto what
+ * each was expected to cost, cheapest first. SY_BAD_INPUT, which says how many bytes it takes, when it does not fit; 4096 are
+ * enough today. Works on a closed session. */
+SY_API int32_t sy_session_explain(const sy_session* session, char* text, size_t text_bytes);
+
 /* Rows counted since the session opened or sy_session_reset_loads(): from this rank to each expert [E]; from all ranks to each
  * expert [E], to each slot [S] (experts again without a placement), to each rank [R]. Always on. */
 enum { SY_LOADS_SENT = 0, SY_LOADS_EXPERTS = 1, SY_LOADS_SLOTS = 2, SY_LOADS_RANKS = 3 };
@@ -363,7 +369,7 @@ typedef struct sy_batch_view {
 } sy_batch_view;
 
 /* Sends each token to the ranks of its experts; *batch is what this rank's experts received, or {null, 0} on error. Waits for
- * the counts and rows of all ranks. No row has moved anywhere when the input of any rank was bad; arguments that cannot be
+ * the counts and rows of all ranks. No batch exists anywhere when the input of any rank was bad; arguments that cannot be
  * read (null, or by their struct_size) are bad input that the other ranks hear of like any other. */
 SY_API int32_t sy_dispatch(sy_session* session, const sy_dispatch_args* args, sy_batch* batch);
 

@@ -36,7 +36,7 @@ struct WeightTransfer {
 /// null where a rank has no slots. new_weights is written whole, and undefined after an error.
 ///
 /// Waits for all ranks, each round at most mover's timeout_ms. Allocates lists of a few numbers per slot. Throws Error:
-/// bad_input (a table, a size, a session of other options, null), and what dispatch throws.
+/// bad_input (a table, a size, a session of other options, null; on all ranks, in this call), and what dispatch throws.
 SY_API WeightTransfer move_weights(Session& mover, const PlacementTable& from, const PlacementTable& to, int64_t expert_bytes,
                                    const void* old_weights, void* new_weights);
 

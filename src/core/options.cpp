@@ -51,6 +51,8 @@ constexpr OptionInfo table[] = {
      SY_FIELD(tokens_max), ""},
     {"rows_max", "--rows-max", "rows", true, 0, kMany - 1, "rows a rank can receive in one dispatch; 0 = the worst case",
      SY_FIELD(rows_max), ""},
+    {"cell_rows", "--cell-rows", "rows", true, 0, kMany - 1,
+     "landing padded: rows a rank can send to one expert in one dispatch; 0 = the worst case", SY_FIELD(cell_rows), ""},
     {"depth", "--depth", "dispatches", true, 1, 64, "dispatches in flight", SY_FIELD(depth), ""},
     {"partial", "--partial", "", true, 0, 1, "go on without the experts of ranks that have died", SY_CHOICE(partial),
      "no=0 yes=1"},

@@ -65,6 +65,23 @@ Status check_dispatch(const Rank& rank, Flight& flight, const DispatchArgs& args
     return {};
 }
 
+// Whether what this rank sends to any one expert fits its cell there. `args` name slots by now: those have cells.
+static Status check_cells(const Rank& rank, Flight& flight, const DispatchArgs& args) {
+    const layout::WindowShape& s = rank.window.shape;
+    const int64_t n = args.tokens * s.topk;
+    if (!s.padded() || n <= s.cell_rows) return {};
+    count_rows(args.topk_ids, n, flight.next);
+    for (int64_t e = 0; e < s.experts; ++e) {
+        const int32_t rows = flight.next[static_cast<size_t>(e)];
+        if (rows <= s.cell_rows) continue;
+        return {Code::capacity,
+                fmt::format("rank {}: it sends {} rows to {} {}, whose cells hold {} of a rank (option cell_rows). Let "
+                            "apply_capacity drop those above, raise cell_rows, or leave it 0 for the worst case.",
+                            rank.me(), rows, rank.turns.empty() ? "expert" : "slot", e, s.cell_rows)};
+    }
+    return {};
+}
+
 void DispatchStep::allocate(const Rank& rank) {
     await_.allocate(rank);
     nothing_to_.resize(static_cast<size_t>(rank.ranks()));
@@ -77,13 +94,16 @@ void DispatchStep::start(Rank& rank, Flight& flight, const DispatchArgs& args, c
     status_ = {};
     rank.edge(Edge::dispatch_began, flight.epoch);
     verdict_ = prior.ok() ? check_dispatch(rank, flight, args) : prior;
-    // A refused batch has no rows: nothing of it is read any more.
-    if (!verdict_.ok()) args_ = {.tag = args.tag};
-    flight.tokens = args_.tokens;
     flight.materialised = false;
     std::fill(flight.lost.begin(), flight.lost.end(), 0);
     std::fill(flight.missing.begin(), flight.missing.end(), 0);
-    if (verdict_.ok()) args_.topk_ids = slots_of_ids(rank, flight, args_);
+    if (verdict_.ok()) {
+        args_.topk_ids = slots_of_ids(rank, flight, args_);
+        verdict_ = check_cells(rank, flight, args_);
+    }
+    // A refused batch has no rows: nothing of it is read any more.
+    if (!verdict_.ok()) args_ = {.tag = args.tag};
+    flight.tokens = args_.tokens;
     await_.begin_gate(rank, flight);  // model: dispatch_gate
 }
 

@@ -2,7 +2,7 @@
 //
 //   gate     every rank has closed the epoch that used this slot before
 //   counts   packed: my count row is out; the rows follow when all count rows are there
-//   rows     my rows are out (padded, in_place: with my counts, at once); the batch is ready when all rows are there
+//   rows     my rows are out (with my counts, at once, but for packed and alltoallv); the batch is ready when all rows are there
 //
 // Any failure leaves the epoch: `gone` is raised, so that no other rank waits for this one.
 #pragma once

@@ -104,8 +104,7 @@ void each_row(Rank& rank, const DispatchArgs& args, Send send) {
 
 // Counts the rows that were written.
 void note_sent(Rank& rank, const Flight& flight) {
-    const int64_t row_bytes =
-        rank.window.row.payload_bytes + rank.window.row.scale_bytes() + (rank.window.shape.weights ? 16 : 12);
+    const int64_t row_bytes = travelling_row_bytes(rank.window.row, rank.window.shape.weights);
     int64_t rows = 0, to_peers = 0;
     for (int p = 0; p < rank.ranks(); ++p) {
         const int64_t n = flight.rows_between(rank.me(), p);
@@ -169,6 +168,7 @@ layout::WindowShape shape_of(const Options& o, int64_t ranks) {
             .topk = o.topk,
             .tokens_max = o.tokens_max,
             .rows_max = o.rows_max,
+            .cell_rows = o.cell_rows,
             .token = o.dtype,
             .dispatch = o.dispatch_quant,
             .combine = o.combine_quant,
@@ -186,6 +186,8 @@ Status plan_window(Options& options, int64_t ranks, layout::Window* window) {
     const int64_t experts_per_rank = experts_of(0, ranks, options.experts).count();
     const int64_t worst = options.tokens_max * options.topk * ranks + experts_per_rank * (options.expert_alignment - 1);
     if (options.rows_max == 0) options.rows_max = std::min(worst, (int64_t{1} << 31) - 1);
+    const int64_t all = options.tokens_max * options.topk;
+    if (options.cell_rows == 0 || (options.landing == Landing::padded && options.cell_rows > all)) options.cell_rows = all;
     *window = layout::window_of(shape_of(options, ranks));
     if (window->bytes != layout::Region::limit_exceeded) return {};
     return {Code::capacity, fmt::format("a window for {} rows of {} columns at depth {} does not fit an address space. Lower "
@@ -334,18 +336,19 @@ Status take_counts(Rank& rank, Flight& flight, uint64_t tag) {
             std::fill(expected, expected + ranks, -1);
 
         int64_t sum = 0;
-        bool negative = false;
+        bool impossible = false;
         for (size_t e = 0; e < experts; ++e) {
             sum += counts[e];
-            negative = negative || counts[e] < 0;
+            impossible = impossible || counts[e] < 0 || (s.padded() && counts[e] > s.cell_rows);
         }
-        if (head.epoch != flight.epoch || head.tokens < 0 || head.tokens > s.tokens_max || negative ||
+        if (head.epoch != flight.epoch || head.tokens < 0 || head.tokens > s.tokens_max || impossible ||
             sum > head.tokens * s.topk)
-            return {Code::corrupt,
-                    fmt::format("dispatch {}: the count row of rank {} says epoch {}, {} tokens, {} rows{}; expected epoch {}, "
-                                "0..{} tokens of at most {} rows each. That process does not follow the window format.",
-                                flight.epoch, q, head.epoch, head.tokens, sum, negative ? ", some negative" : "", flight.epoch,
-                                s.tokens_max, s.topk)};
+            return {
+                Code::corrupt,
+                fmt::format("dispatch {}: the count row of rank {} says epoch {}, {} tokens, {} rows{}; expected epoch {}, "
+                            "0..{} tokens of at most {} rows each. That process does not follow the window format.",
+                            flight.epoch, q, head.epoch, head.tokens, sum,
+                            impossible ? ", some negative or more than a cell holds" : "", flight.epoch, s.tokens_max, s.topk)};
         if (differs(q, head.tag)) return tags_differ(flight, first, first_tag, q, head.tag);
         flight.source_tokens[static_cast<size_t>(q)] = head.tokens;
     }
@@ -609,20 +612,21 @@ void offer_tokens(Rank& rank, Flight& flight, const DispatchArgs& args) {
 
     // The ids and weights whole, once to each group; they tell its ranks which tokens there are theirs.
     const auto slots = static_cast<size_t>(args.tokens * topk);
+    const auto slot_bytes = slots * static_cast<size_t>(travelling_slot_bytes(w.shape.weights));
     uint64_t to_peers = static_cast<uint64_t>(sent.load(std::memory_order_relaxed)) * (payload_bytes + scale_bytes);
     for (int reader = 0; slots && reader < rank.ranks(); reader += static_cast<int>(rank.options.group_ranks)) {
         const Rank::Holder to = rank.holder_of(rank.me(), reader);
         send(to.rank, slot + w.x_ids + w.x_slot(to.copy) * 4, args.topk_ids, 4 * slots);
         if (w.shape.weights) send(to.rank, slot + w.x_weights + w.x_slot(to.copy) * 4, args.topk_weights, 4 * slots);
-        if (to.rank != rank.me()) to_peers += slots * (w.shape.weights ? 8 : 4);
+        if (to.rank != rank.me()) to_peers += slot_bytes;
     }
     rank.kernels.fence();
 
     rank.stats.rows_sent +=
         static_cast<uint64_t>(std::count_if(args.topk_ids, args.topk_ids + slots, [](int32_t id) { return id >= 0; }));
     rank.stats.bytes_sent_peers += to_peers;
-    rank.stats.bytes_sent += to_peers + slots * (w.shape.weights ? 8 : 4) +
-                             static_cast<uint64_t>(kept.load(std::memory_order_relaxed)) * (payload_bytes + scale_bytes);
+    rank.stats.bytes_sent +=
+        to_peers + slot_bytes + static_cast<uint64_t>(kept.load(std::memory_order_relaxed)) * (payload_bytes + scale_bytes);
 }
 
 Status find_sources(Rank& rank, Flight& flight) {

@@ -28,13 +28,22 @@
 
 namespace switchyard::ep {
 
-/// The window that a session with these options needs. `landing` and `rows_max` are chosen; a combine_path that is still
-/// automatic gets room for either.
+/// The window that a session with these options needs. `landing`, `rows_max` and `cell_rows` are chosen; a combine_path
+/// that is still automatic gets room for either.
 layout::WindowShape shape_of(const Options& options, int64_t ranks);
 
-/// Chooses what `options` leave open (landing; rows_max) and lays the window out. The options are good. capacity when no
-/// address space could hold it.
+/// Chooses what `options` leave open (landing, rows_max, cell_rows) and lays the window out. The options are good. capacity
+/// when no address space could hold it.
 Status plan_window(Options& options, int64_t ranks, layout::Window* window);
+
+/// Bytes that travel with a row to its place, its source info and weight included; and with a slot (token, k) of tokens that
+/// are offered as they are: its id and weight.
+constexpr int64_t travelling_row_bytes(const layout::RowLayout& row, bool weights) {
+    return row.payload_bytes + row.scale_bytes() + (weights ? 16 : 12);
+}
+constexpr int64_t travelling_slot_bytes(bool weights) {
+    return weights ? 8 : 4;
+}
 
 /// Of a two-level dispatch on this machine: the ranks of one NUMA node, if they lie evenly; else such that there are about as
 /// many groups as ranks in one. Equal on all ranks of a host.

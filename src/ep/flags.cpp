@@ -164,6 +164,9 @@ bool Await::somebody_left(const Rank& rank) {
         if (refuser_ >= 0 && is_there(rank, peer)) continue;
         // In dispatch this rank will reach the same verdict, in better words, as soon as it sees the counts.
         if (flag_ != Flag::returned && is_common_verdict(gone.code())) continue;
+        // It has left a later epoch of this slot, at its gate, which overwrote why it left this one. It has done its part of
+        // this wait, so a common verdict will be reached here, too; if it was none, the next wait tells.
+        if (flag_ != Flag::returned && gone.epoch() > own_ && is_there(rank, peer)) continue;
         const int culprit = gone.rank();
         const Code code = seen_from_outside(gone.code());
         if (code == Code::peer_lost || code == Code::peer_closed)
@@ -196,7 +199,8 @@ bool Await::somebody_ended(const Rank& rank) {
         const bool is_lost = rank.link.lost(peer);             // model: ended_lost
         const bool is_closed = has_closed(rank, peer);         // model: ended_closed
         const Word gone = see(rank, Flag::gone, slot_, peer);  // model: ended_gone
-        const bool verdict_on_its_way = gone.epoch() == own_ && is_common_verdict(gone.code());
+        // Or perhaps: of why it left this epoch a later word tells nothing (see somebody_left).
+        const bool verdict_on_its_way = gone.epoch() > own_ || (gone.epoch() == own_ && is_common_verdict(gone.code()));
         const bool is_finished = see(rank, Flag::returned, slot_, peer).epoch() == own_;  // model: ended_returned
         const bool owes = awaited_still && !is_there(rank, peer);
         if (!owes && (!any_end_counts || verdict_on_its_way || is_finished)) continue;

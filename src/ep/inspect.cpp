@@ -89,6 +89,7 @@ Status read_window(std::span<const std::byte> bytes, Window* window) {
     o.experts = h.experts;
     o.tokens_max = h.tokens_max;
     o.rows_max = h.rows_max;
+    o.cell_rows = h.cell_rows;
     o.depth = h.depth;
     o.dtype = static_cast<TokenType>(h.token);
     o.dispatch_quant = static_cast<Format>(h.dispatch);

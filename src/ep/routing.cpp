@@ -12,7 +12,6 @@ Placement Placement::contiguous(int64_t ranks, int64_t experts) {
     for (int64_t r = 0; r < ranks; ++r) {
         const ExpertRange range = experts_of(r, ranks, experts);
         p.of_rank.push_back(range);
-        p.local_max = std::max(p.local_max, range.count());
         std::fill(p.owner.begin() + range.first, p.owner.begin() + range.last, static_cast<int32_t>(r));
     }
     return p;

@@ -20,7 +20,6 @@ struct Placement {
     int64_t experts = 0;
     std::vector<int32_t> owner;        ///< [E]
     std::vector<ExpertRange> of_rank;  ///< [R]
-    int64_t local_max = 0;             ///< most experts of any rank
 
     static Placement contiguous(int64_t ranks, int64_t experts);
 };

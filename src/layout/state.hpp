@@ -25,7 +25,7 @@ struct FlagLine {
     uint64_t counted;     ///< my count row lies in your slot, and I have closed the epoch that used this slot before
     uint64_t returned;    ///< my y is ready or never comes, and I am done with the rows and counts in my slot
     uint64_t gone;        ///< I left this epoch with an error
-    uint64_t arrived[5];  ///< my rows lie in your slot; one word per chunk of experts
+    uint64_t arrived[5];  ///< my rows lie in your slot; word 0, the others are reserved
 };
 static_assert(sizeof(FlagLine) == 64);
 

@@ -2,7 +2,7 @@
 //
 //   header | bell | member lines [R] | flag lines [D][R] | reasons [2][D][R] | slot 0 | slot 1 | ...
 //   slot:    count rows [R] | expand_x [rows] | scales [rows] | source info [rows] | weights [rows] | y [rows]
-//            | home rows [tokens_max * K] | landing cells [L][R][tokens_max * K] | blocks out [tokens_max * K], in [rows]
+//            | home rows [tokens_max * K] | landing cells [L][R][cell rows] | blocks out [tokens_max * K], in [rows]
 //            | x rows [S][tokens_max], x scales, x ids, x weights: tokens of S ranks
 //
 // The first line depends on ranks and depth only. Every rank's window has the same layout. Slots and their parts start on
@@ -16,7 +16,7 @@
 namespace switchyard::layout {
 
 inline constexpr uint64_t window_magic = 0x4452415943545753;  // "SWTCYARD" in memory order
-inline constexpr uint32_t window_version = 3;
+inline constexpr uint32_t window_version = 4;
 inline constexpr uint64_t page_bytes = 4096;
 inline constexpr uint64_t line_bytes = 64;
 
@@ -29,7 +29,8 @@ struct WindowShape {
     int64_t hidden;
     int64_t topk;
     int64_t tokens_max;
-    int64_t rows_max;  ///< rows a rank can receive, pad rows included
+    int64_t rows_max;   ///< rows a rank can receive, pad rows included
+    int64_t cell_rows;  ///< rows of a landing cell: what one rank can send to one expert
     TokenType token;
     Format dispatch;
     Format combine;
@@ -57,9 +58,9 @@ struct WindowHeader {
     int32_t rank;
     int32_t token, dispatch, combine;
     int32_t weights, landing, push, group_ranks;
-    int64_t ranks, depth, experts, experts_per_rank, hidden, topk, tokens_max, rows_max;
+    int64_t ranks, depth, experts, experts_per_rank, hidden, topk, tokens_max, rows_max, cell_rows;
 };
-static_assert(sizeof(WindowHeader) == 128 && sizeof(WindowHeader) <= page_bytes);
+static_assert(sizeof(WindowHeader) == 136 && sizeof(WindowHeader) <= page_bytes);
 
 /// One row in a landing cell: payload, scales, source info (rank, token, k, weight bits), padded to a line.
 struct CellRow {
@@ -92,7 +93,7 @@ struct Window {
     RowLayout wire;  ///< combine
     CellRow cell;
     HomeRow home_row;
-    int64_t cell_rows;  ///< rows of one (expert, source) cell: every row a source can send
+    int64_t token_slots;  ///< slots (token, k) of one rank
 
     uint64_t bell, members, flags, reasons, decision, offers, slots;
     uint64_t counts, count_stride, expand_x, scales, source_info, weights, y, home, landing, blocks_out, blocks_in;
@@ -122,7 +123,7 @@ struct Window {
     }
     /// Landing cell row of local expert `expert`, from `source`, the `index`th.
     SY_HD constexpr uint64_t cell_at(uint64_t slot_index, int64_t expert, int64_t source, int64_t index) const {
-        const int64_t n = (expert * shape.ranks + source) * cell_rows + index;
+        const int64_t n = (expert * shape.ranks + source) * shape.cell_rows + index;
         return slot(slot_index) + landing + static_cast<uint64_t>(n * cell.stride);
     }
     /// The `index`th row of a block that leaves, or has come.
@@ -134,7 +135,7 @@ struct Window {
     }
     /// First token, and first slot (token, k), of the `copy`th rank whose tokens lie in this window.
     SY_HD constexpr uint64_t x_token(int64_t copy) const { return static_cast<uint64_t>(copy * shape.tokens_max); }
-    SY_HD constexpr uint64_t x_slot(int64_t copy) const { return static_cast<uint64_t>(copy * cell_rows); }
+    SY_HD constexpr uint64_t x_slot(int64_t copy) const { return static_cast<uint64_t>(copy * token_slots); }
     /// Home row of slot `k` of `token`.
     SY_HD constexpr uint64_t home_at(uint64_t slot_index, int64_t token, int64_t k) const {
         return slot(slot_index) + home + static_cast<uint64_t>((token * shape.topk + k) * home_row.stride);
@@ -149,7 +150,7 @@ SY_HD constexpr Window window_of(const WindowShape& s) {
     w.wire = row_layout(s.combine, s.token, s.hidden);
     w.cell = cell_row_of(w.row);
     w.home_row = home_row_of(w.wire);
-    w.cell_rows = s.tokens_max * s.topk;
+    w.token_slots = s.tokens_max * s.topk;
 
     const auto ranks = static_cast<uint64_t>(s.ranks);
     const auto depth = static_cast<uint64_t>(s.depth);
@@ -165,16 +166,16 @@ SY_HD constexpr Window window_of(const WindowShape& s) {
     w.source_info = slot.take(rows, 12, page_bytes);
     w.weights = slot.take(s.weights ? rows : 0, 4, page_bytes);
     w.y = slot.take(rows, static_cast<uint64_t>(s.hidden * token_bytes(s.token)), page_bytes);
-    w.home = slot.take(s.push ? static_cast<uint64_t>(w.cell_rows) : 0, static_cast<uint64_t>(w.home_row.stride), page_bytes);
+    w.home = slot.take(s.push ? static_cast<uint64_t>(w.token_slots) : 0, static_cast<uint64_t>(w.home_row.stride), page_bytes);
     // Cells of one expert first as a count of their own: the product of all four factors may not fit 64 bits.
     Region cells;
-    cells.take(static_cast<uint64_t>(s.padded() ? w.cell_rows : 0), static_cast<uint64_t>(w.cell.stride), 1);
+    cells.take(static_cast<uint64_t>(s.padded() ? s.cell_rows : 0), static_cast<uint64_t>(w.cell.stride), 1);
     w.landing = slot.take(s.padded() ? ranks * static_cast<uint64_t>(s.experts_per_rank) : 0, cells.bytes(), page_bytes);
     const auto stride = static_cast<uint64_t>(w.cell.stride);
-    w.blocks_out = slot.take(s.blocks() ? static_cast<uint64_t>(w.cell_rows) : 0, stride, page_bytes);
+    w.blocks_out = slot.take(s.blocks() ? static_cast<uint64_t>(w.token_slots) : 0, stride, page_bytes);
     w.blocks_in = slot.take(s.blocks() ? rows : 0, stride, page_bytes);
     const auto tokens = static_cast<uint64_t>(s.sources() * s.tokens_max);
-    const auto token_slots = static_cast<uint64_t>(s.sources() * w.cell_rows);
+    const auto token_slots = static_cast<uint64_t>(s.sources() * w.token_slots);
     w.x = slot.take(tokens, static_cast<uint64_t>(w.row.payload_bytes), page_bytes);
     w.x_scales = slot.take(tokens, static_cast<uint64_t>(w.row.scale_bytes()), page_bytes);
     w.x_ids = slot.take(token_slots, 4, page_bytes);
@@ -218,7 +219,8 @@ constexpr WindowHeader header_of(const Window& w, int rank, int64_t process) {
             .hidden = s.hidden,
             .topk = s.topk,
             .tokens_max = s.tokens_max,
-            .rows_max = s.rows_max};
+            .rows_max = s.rows_max,
+            .cell_rows = s.cell_rows};
 }
 
 }  // namespace switchyard::layout

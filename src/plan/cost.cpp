@@ -113,7 +113,7 @@ std::vector<Estimate> estimate_landings(const Options& options, int64_t ranks, i
         const int64_t groups = layout::ceil_div(ranks, way.group_ranks);
         const double copies = plan::hit(static_cast<double>(groups), k);
         std::string why;
-        double bytes = t * k * (row_bytes + 12);
+        double bytes = t * k * static_cast<double>(ep::travelling_row_bytes(row, o.deliver_weights));
         switch (way.landing) {
             case Landing::automatic:
             case Landing::packed:
@@ -131,7 +131,9 @@ std::vector<Estimate> estimate_landings(const Options& options, int64_t ranks, i
                 why = fmt::format("{} tokens to {:.1f} of {} groups of {} ranks", tokens, copies, groups, way.group_ranks);
                 break;
         }
-        if (ep::rows_lie_apart(way.landing)) bytes = t * copies * row_bytes + static_cast<double>(groups) * t * k * 4;
+        if (ep::rows_lie_apart(way.landing))
+            bytes = t * copies * row_bytes +
+                    static_cast<double>(groups) * t * k * static_cast<double>(ep::travelling_slot_bytes(o.deliver_weights));
         if (way.landing == Landing::alltoallv) bytes = t * k * static_cast<double>(layout::cell_row_of(row).stride);
         all.push_back({way.landing, way.group_ranks, ns / 1000, static_cast<int64_t>(bytes), std::move(why)});
     }
@@ -158,7 +160,7 @@ int64_t predicted_bytes(const Options& options, int64_t ranks, int rank, std::sp
     const int64_t row_bytes = window.row.payload_bytes + window.row.scale_bytes();
     const int64_t used = std::count_if(topk_ids.begin(), topk_ids.end(), [](int32_t id) { return id >= 0; });
     if (o.landing == Landing::alltoallv) return used * window.cell.stride;
-    if (!ep::rows_lie_apart(o.landing)) return used * (row_bytes + (o.deliver_weights ? 16 : 12));
+    if (!ep::rows_lie_apart(o.landing)) return used * ep::travelling_row_bytes(window.row, o.deliver_weights);
     int64_t copies = 0;
     std::vector<int64_t> last(static_cast<size_t>(ranks), -1);  // token that went to each group last
     for (int64_t i = 0; i < slots; ++i) {
@@ -166,7 +168,7 @@ int64_t predicted_bytes(const Options& options, int64_t ranks, int rank, std::sp
         const int64_t owner = placement.owner[static_cast<size_t>(topk_ids[static_cast<size_t>(i)])];
         copies += std::exchange(last[static_cast<size_t>(owner / o.group_ranks)], i / o.topk) != i / o.topk;
     }
-    return copies * row_bytes + layout::ceil_div(ranks, o.group_ranks) * slots * (o.deliver_weights ? 8 : 4);
+    return copies * row_bytes + layout::ceil_div(ranks, o.group_ranks) * slots * ep::travelling_slot_bytes(o.deliver_weights);
 }
 
 }  // namespace switchyard

@@ -275,6 +275,7 @@ std::vector<int32_t> slots_of(const PlacementTable& table, int rank, std::span<c
 }
 
 std::vector<double> planned_rank_loads(const PlacementTable& table, std::span<const uint64_t> loads) {
+    if (const Status s = table.check(); !s.ok()) throw Error(s);
     check_loads("planned_rank_loads", loads, table.experts);
     const SlotsOf slots(table);
     const bool by_parts = table.choice == ReplicaChoice::least_loaded && !table.parts.empty();
@@ -341,9 +342,6 @@ class Packing {
     }
 
     const std::vector<std::vector<int32_t>>& held() const { return held_; }  // [ranks] experts, ascending after plan()
-    const std::vector<int32_t>& holders(int32_t e) const { return holders_[index(e)]; }
-    double load(int32_t e) const { return loads_[index(e)]; }
-    double rank_load(int64_t r) const { return rank_loads_[index(r)]; }
 
  private:
     double each(int32_t e) const { return loads_[index(e)] / static_cast<double>(copies_[index(e)]); }

@@ -21,6 +21,7 @@
  * run quick -DR=2 -DNE=2 -DLATES=1 -DKILLS=1
  * run quick -DR=2 -DNE=2 -DCLOSES=1 -DTHREADS
  * run quick -DR=3 -DNE=1 -DFINE=1 -DDROPS=1 -DSPARSE
+ * run quick -DR=2 -DNE=2 -DLATES=1 -DCAPACITY
  * run long -DR=2 -DNE=3 -DLATES=2 -DBADS=1
  * run long -DR=2 -DNE=3 -DLATES=1 -DCLOSES=1 -DDROPS=1
  * run long -DR=2 -DNE=2 -DBADS=2 -DDROPS=1 -DKILLS=1 -DPADDED
@@ -43,6 +44,7 @@
  * mutation quick assertion GONE_BEFORE_ENDS -DLATES=1 -DNE=1   no second look why a rank that has ended had left
  * mutation quick assertion NO_SECOND_TAKE -DBADS=1 -DNE=1 -DKILLS=1    no second look at the flags before an end is an error
  * mutation quick assertion COMMON_LEAVES -DR=3 -DNE=1 -DFINE=1 -DBADS=1    a verdict that all reach alone is taken for a leave
+ * mutation quick assertion LATER_LEAVES -DNE=2 -DLATES=1 -DCAPACITY    a word about a later epoch is taken for one about this
  * mutation long  assertion ENDS_COUNT -DR=3 -DNE=1 -DFINE=1 -DBADS=1 -DCLOSES=1    any end counts in dispatch, refusal or not
  * mutation quick assertion FINISHED_COUNTS -DR=3 -DNE=1 -DFINE=1 -DDROPS=1     ... nor whether that rank had finished the epoch
  * mutation quick assertion SKIPPED_OWES -DR=3 -DNE=1 -DFINE=1 -DSPARSE -DDROPS=1   who sends no row owes its flag for ever
@@ -190,6 +192,9 @@ inline somebody_left() {                                 /* fills code and culpr
 #ifndef COMMON_LEAVES
 				:: !(refuser != NOBODY && THERE(p)) && kind != RETURNED && CODE(g) == BAD -> p++
 #endif
+#ifndef LATER_LEAVES
+				:: refuser == NOBODY && THERE(p) && CODE(g) != BAD && kind != RETURNED && EP(g) > e -> p++
+#endif
 				:: else -> culprit = p; code = (CODE(g) == OWN -> LEFT : CODE(g)); was_told = true
 				fi
 			fi;
@@ -201,7 +206,11 @@ inline somebody_left() {                                 /* fills code and culpr
 
 /* In the order opposite to that in which a rank ends: flags, `gone`, `closed`, its process. At the gate and in combine only the
  * ranks still awaited count; so it is in dispatch once a refusal or a common verdict is known. */
+#ifdef LATER_LEAVES
 #define ONLY_AWAITED (kind == GATE || kind == RETURNED || refuser != NOBODY || (EP(g) == e && CODE(g) == BAD))
+#else
+#define ONLY_AWAITED (kind == GATE || kind == RETURNED || refuser != NOBODY || (EP(g) == e && CODE(g) == BAD) || EP(g) > e)
+#endif
 // label closed_load = src/ep/flags.cpp has_closed
 // label ended_lost = src/ep/flags.cpp Await::somebody_ended
 // label ended_closed = src/ep/flags.cpp Await::somebody_ended

@@ -1,4 +1,5 @@
-// How much of a layer's communication hides behind its experts: the same layer one step after the other, and as a pipeline.
+// `switchyard bench overlap`: how much of a layer's communication hides behind its experts. The same layer one step after the
+// other, and as a pipeline, in turn; medians.
 //
 //   serial     dispatch | experts | combine                                  blocking calls
 //   pipeline   dispatch(c+1) | experts(c) | combine(c-1), chunks of tokens   switchyard/pipeline.hpp
@@ -15,6 +16,8 @@
 // results must be equal but for the order in which a GEMM adds when its tiles are others.
 #include <cblas.h>
 #include <sched.h>
+#include <signal.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -23,8 +26,10 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <iostream>
 #include <random>
 #include <string>
 #include <vector>
@@ -36,10 +41,11 @@ using namespace switchyard;
 namespace {
 
 struct Settings {
-    int64_t hidden = 4096, ffn = 64, experts = 8, topk = 8, tokens = 256;
+    int64_t hidden = 1024, ffn = 16, experts = 8, topk = 8, tokens = 2048;
     int ranks = 2, rounds = 15;
-    std::vector<int64_t> chunks = {1, 2, 4};
+    std::vector<int64_t> chunks = {1, 2, 4, 8};
     bool trace = false;
+    bool spare = false;
 };
 
 struct Expert {
@@ -50,9 +56,10 @@ double now_ms() {
     return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Other work on the machine only ever adds.
-double least(const std::vector<double>& values) {
-    return *std::min_element(values.begin(), values.end());
+double median(std::vector<double>& values) {
+    const auto middle = values.begin() + static_cast<int64_t>(values.size() / 2);
+    std::nth_element(values.begin(), middle, values.end());
+    return *middle;
 }
 
 double waited_ms(const Session& session) {
@@ -65,6 +72,22 @@ std::vector<float> noise(uint32_t seed, int64_t n, float scale) {
     std::vector<float> values(static_cast<size_t>(n));
     for (float& v : values) v = scale * (static_cast<float>(random()) / 1073741824.0F - 1.0F);
     return values;
+}
+
+template <class... A>
+void complain(const char* text, A... arguments) {
+    std::fputs("switchyard bench overlap: ", stderr);
+    if constexpr (sizeof...(A) == 0)
+        std::fputs(text, stderr);
+    else
+        std::fprintf(stderr, text, arguments...);
+    std::fputs("\n", stderr);
+}
+
+// 0, or 1 when what was printed could not be written.
+int output_code() {
+    if (std::fflush(stdout) == 0 && !std::ferror(stdout)) return 0;
+    return complain("the output could not be written"), 1;
 }
 
 class Layer {
@@ -128,24 +151,30 @@ void barrier(Session& session) {
 enum class Mover { caller, tiles, worker };
 constexpr const char* mover_name[] = {"caller", "tiles", "worker"};
 
+// Keeps this thread, and those that it starts, on the nth of the CPUs that it may use, or on `count` of them from there on.
+void stay_on(const cpu_set_t& all, int nth, int count) {
+    cpu_set_t some;
+    CPU_ZERO(&some);
+    int i = 0;
+    for (size_t cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+        if (!CPU_ISSET(cpu, &all)) continue;
+        if (i >= nth && i < nth + count) CPU_SET(cpu, &some);
+        ++i;
+    }
+    sched_setaffinity(0, sizeof some, &some);
+}
+
 void play_rank(const Settings& s, int rank, const std::string& job) {
-    cpu_set_t all, one;
+    const int cpus_each = s.spare ? 2 : 1;
+    cpu_set_t all;
     sched_getaffinity(0, sizeof all, &all);
-    int nth = 0;
-    for (size_t cpu = 0; cpu < CPU_SETSIZE; ++cpu)
-        if (CPU_ISSET(cpu, &all) && nth++ == rank) {
-            CPU_ZERO(&one);
-            CPU_SET(cpu, &one);
-            sched_setaffinity(0, sizeof one, &one);  // before the session: its threads stay there, too
-        }
-    openblas_set_num_threads(1);
     Layer layer(s, rank);
     if (rank == 0)
         std::printf(
-            "%ld tokens x %ld columns (f32) per rank, top %ld of %ld experts of width %ld, %d ranks on one CPU each; medians "
-            "of %d rounds "
-            "in ms, rank 0\n\nlanding   mover   chunks  experts  communication  waiting  serial  pipeline  hidden share\n",
-            s.tokens, s.hidden, s.topk, s.experts, s.ffn, s.ranks, s.rounds);
+            "%ld tokens x %ld columns (f32) per rank, top %ld of %ld experts of width %ld, %d ranks on one CPU each%s; "
+            "medians of %d rounds in ms, rank 0\n\nlanding   mover   chunks  experts  communication  waiting  serial  pipeline "
+            " hidden share\n",
+            s.tokens, s.hidden, s.topk, s.experts, s.ffn, s.ranks, s.spare ? ", their workers on another" : "", s.rounds);
     for (const char* landing : {"packed", "in_place"})
         for (const Mover mover : {Mover::caller, Mover::tiles, Mover::worker}) {
             Options o;
@@ -157,8 +186,10 @@ void play_rank(const Settings& s, int rank, const std::string& job) {
             o.depth = 3;
             o.progress = mover == Mover::worker ? ProgressBy::worker : ProgressBy::caller;
             if (const Status status = set_option(o, *find_option("landing"), landing); !status.ok()) throw Error(status);
+            stay_on(all, rank * cpus_each + cpus_each - 1, 1);  // of the session's threads
             Session session =
                 Session::open(o, {.rank = rank, .size = s.ranks, .name = job + landing + mover_name[int(mover)], .token = job});
+            stay_on(all, rank * cpus_each, 1);  // of the experts
             const auto between = [&] {
                 if (mover == Mover::tiles) session.progress();
             };
@@ -205,10 +236,10 @@ void play_rank(const Settings& s, int rank, const std::string& job) {
                 float apart = 0;
                 for (size_t i = 0; i < first.size(); ++i) apart = std::max(apart, std::abs(first[i] - layer.out[i]));
                 if (!(apart < 1e-4F)) throw std::runtime_error("the pipeline's result differs by " + std::to_string(apart));
-                const double all_of = least(serial), experts = least(alone), pipe = least(piped);
+                const double all_of = median(serial), experts = median(alone), pipe = median(piped);
                 if (rank == 0)
                     std::printf("%-8s  %-6s  %6ld  %7.2f  %13.2f  %7.2f  %6.2f  %8.2f  %11.0f%%\n", landing,
-                                mover_name[int(mover)], chunks, experts, all_of - experts, least(waits), all_of, pipe,
+                                mover_name[int(mover)], chunks, experts, all_of - experts, median(waits), all_of, pipe,
                                 100 * (all_of - pipe) / (all_of - experts));
                 std::fflush(stdout);
             }
@@ -227,41 +258,72 @@ void play_rank(const Settings& s, int rank, const std::string& job) {
 }  // namespace
 
 int main(int argc, char** argv) {
+    // OpenBLAS starts its threads when it is loaded, and joins them in every fork: without any, from the start.
+    if (setenv("OPENBLAS_NUM_THREADS", "1", 0) == 0 && !std::getenv("SWITCHYARD_OVERLAP_AGAIN")) {
+        setenv("SWITCHYARD_OVERLAP_AGAIN", "1", 1);
+        execv("/proc/self/exe", argv);
+    }
     Settings s;
-    CLI::App app("Times a Mixture-of-Experts layer step by step and as a pipeline.");
+    CLI::App app("Times a Mixture-of-Experts layer step by step and as a pipeline.", "switchyard bench overlap");
     app.option_defaults()->always_capture_default();
     app.add_option("--hidden", s.hidden, "width of a token")->check(CLI::Range(1, 1 << 16));
     app.add_option("--ffn", s.ffn, "width inside an expert: how much compute there is")->check(CLI::Range(1, 1 << 16));
-    app.add_option("--experts", s.experts, "experts of the whole group; each rank has as many")->check(CLI::Range(1, 4096));
+    app.add_option("--experts", s.experts, "experts of the whole group; each rank has its share")->check(CLI::Range(1, 4096));
     app.add_option("--topk", s.topk, "experts per token")->check(CLI::Range(1, 4096));
     app.add_option("--tokens", s.tokens, "tokens of each rank")->check(CLI::Range(1, 1 << 20));
     app.add_option("--ranks", s.ranks, "ranks")->check(CLI::Range(1, 256));
     app.add_option("--rounds", s.rounds, "timed rounds")->check(CLI::Range(1, 1'000'000));
     app.add_option("--chunks", s.chunks, "chunks of tokens in the pipeline")->delimiter(',')->check(CLI::Range(1, 1 << 20));
+    app.add_flag("--spare", s.spare, "a second CPU for each rank, on which its progress worker runs");
     app.add_flag("--trace", s.trace, "also the events of the last pipeline of each kind");
-    CLI11_PARSE(app, argc, argv);
-    if (s.experts % s.ranks != 0) return std::fprintf(stderr, "overlap: --experts must be a multiple of --ranks\n"), 2;
+    try {
+        app.parse(argc, argv);
+    } catch (const CLI::ParseError& error) {
+        if (error.get_exit_code() != 0) return complain("%s", error.what()), 2;
+        app.exit(error);  // --help
+        std::cout.flush();
+        return std::cout ? 0 : (complain("the output could not be written"), 1);
+    }
+    cpu_set_t all;
+    sched_getaffinity(0, sizeof all, &all);
+    if (const int needs = s.ranks * (s.spare ? 2 : 1); needs > CPU_COUNT(&all))
+        return complain("that needs %d CPUs, this process may use %d", needs, CPU_COUNT(&all)), 2;
+    if (s.experts % s.ranks != 0) return complain("--experts must be a multiple of --ranks"), 2;
+    // Weights; tokens, results and the rows of both landings' windows. Anything larger than the machine would only be killed.
+    const double bytes = 4.0 * static_cast<double>(s.hidden) *
+                         (3.0 * static_cast<double>(s.ffn * s.experts) +
+                          static_cast<double>(s.ranks * s.tokens) * (3.0 + 6.0 * static_cast<double>(s.topk)));
+    const double has = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
+    if (bytes > 0.9 * has)
+        return complain(
+                   "that needs about %.1f GiB, the machine has %.1f; choose smaller --tokens, --hidden, --ffn or --experts",
+                   bytes / 0x1p30, has / 0x1p30),
+               2;
 
     const std::string job = "overlap-" + std::to_string(getpid());
+    const pid_t parent = getpid();
     std::vector<pid_t> ranks;
     for (int r = 0; r < s.ranks; ++r) {
         const pid_t child = fork();
         if (child == 0) {
+            prctl(PR_SET_PDEATHSIG, SIGKILL);
+            if (getppid() != parent) _exit(1);  // it died before the line above
             try {
                 play_rank(s, r, job);
-                std::fflush(stdout);
-                _exit(0);
+                _exit(output_code());
             } catch (const std::exception& error) {
-                std::fprintf(stderr, "overlap: rank %d: %s\n", r, error.what());
+                complain("rank %d: %s", r, error.what());
                 _exit(1);
             }
         }
         ranks.push_back(child);
     }
     int code = 0;
-    for (const pid_t child : ranks) {
+    for (size_t r = 0; r < ranks.size(); ++r) {
         int status = 0;
-        if (child < 0 || waitpid(child, &status, 0) != child || !WIFEXITED(status) || WEXITSTATUS(status) != 0) code = 1;
+        if (ranks[r] < 0 || waitpid(ranks[r], &status, 0) != ranks[r]) status = 1;
+        if (WIFSIGNALED(status)) complain("rank %zu was ended by a signal: %s", r, strsignal(WTERMSIG(status)));
+        if (status != 0) code = 1;
     }
     return code;
 }
