@@ -354,8 +354,8 @@ struct Session::Impl {
     std::atomic<uint32_t> posts{0};  // grows when there is something new for the worker. Release, pairs with its acquire loads
     std::atomic<uint32_t> ends{0};   // grows when an operation has ended, or the alarm has rung. Likewise for the caller
     std::atomic<bool> stop{false};
-    const Operation* watched = nullptr;  // a dispatch of which the caller awaits a local expert; under `moving`
-    int64_t watched_expert = 0;
+    const Operation* watched = nullptr;  // a dispatch of which the caller awaits a part; under `moving`
+    int64_t watched_part = 0;
     static constexpr int64_t never_ns = std::numeric_limits<int64_t>::max();
     std::atomic<int64_t> alarm_ns{never_ns};  // when the caller wants to hear of ends that did not come. Ordered by posts
 
@@ -391,6 +391,11 @@ struct Session::Impl {
         Impl& s_;
         const bool locks_;  // not in a forked child, whose copy of the mutex nobody may ever unlock
     };
+    // What of a dispatch may be here before its end: the rows of a local expert, or the counts.
+    static constexpr int64_t part_counts = -1;
+    bool has(const Operation& op, int64_t part) const {
+        return part == part_counts ? op.dispatch.has_counts(*rank) : op.dispatch.has_rows_of(*rank, *op.flight, part);
+    }
     void tell_worker() {
         posts.fetch_add(1, std::memory_order_release);
         posts.notify_one();
@@ -953,7 +958,7 @@ void Session::Impl::serve() {
         move(thorough);
         at = active.empty() ? never_ns : std::min(first_deadline(), alarm_ns.load(std::memory_order_relaxed));
         start = active.empty() ? 0 : active.front()->deadline.start_ns;
-        if (watched && watched->dispatch.has_rows_of(*rank, *watched->flight, watched_expert)) {
+        if (watched && has(*watched, watched_part)) {
             watched = nullptr;
             ends.fetch_add(1, std::memory_order_release);  // pairs with wait_until()
             ends.notify_all();
@@ -1482,12 +1487,11 @@ ExpertBatch PendingDispatch::get() {
     return ExpertBatch(session_, std::exchange(operation_, nullptr)->flight, epoch_);
 }
 
-bool PendingDispatch::has_rows_of(int64_t expert) const {
+bool PendingDispatch::has(int64_t part) const {
     Session::Impl& s = *static_cast<Session::Impl*>(session_.get());
     if (ended_well_) return true;
     const Session::Impl::Turn turn(s);
-    return operation_->state.load(std::memory_order_acquire) != Operation::State::posted &&
-           operation_->dispatch.has_rows_of(*s.rank, *operation_->flight, expert);
+    return operation_->state.load(std::memory_order_acquire) != Operation::State::posted && s.has(*operation_, part);
 }
 
 namespace {
@@ -1499,28 +1503,39 @@ void check_expert(const ep::Rank& rank, int64_t expert) {
 }  // namespace
 
 bool PendingDispatch::ready(int64_t expert) {
-    return poll_expert(expert) || has_rows_of(expert);
-}
-
-// Looks; true when the dispatch has ended well.
-bool PendingDispatch::poll_expert(int64_t expert) {
     if (!operation_) operation("ready");
     check_expert(*static_cast<Session::Impl*>(session_.get())->rank, expert);
-    return poll();
+    return poll() || has(expert);
+}
+
+bool PendingDispatch::counted() {
+    if (!operation_) operation("counted");
+    return poll() || has(Session::Impl::part_counts);
 }
 
 bool PendingDispatch::wait_expert(int64_t expert, int64_t timeout_ms) {
+    if (!operation_) operation("wait_expert");
+    check_expert(*static_cast<Session::Impl*>(session_.get())->rank, expert);
+    return wait_part(expert, timeout_ms);
+}
+
+bool PendingDispatch::wait_counted(int64_t timeout_ms) {
+    if (!operation_) operation("wait_counted");
+    return wait_part(Session::Impl::part_counts, timeout_ms);
+}
+
+bool PendingDispatch::wait_part(int64_t part, int64_t timeout_ms) {
     const int64_t until_ns = end_of_wait(timeout_ms);
-    if (poll_expert(expert)) return true;
+    if (poll()) return true;
     Operation& op = *operation_;
     Session::Impl& s = *static_cast<Session::Impl*>(session_.get());
     {
         const Session::Impl::Turn turn(s);
         s.watched = &op;
-        s.watched_expert = expert;
+        s.watched_part = part;
     }
     const bool in_time = s.wait_until(
-        until_ns, [&] { return op.has_ended() || has_rows_of(expert); }, op);
+        until_ns, [&] { return op.has_ended() || has(part); }, op);
     {
         const Session::Impl::Turn turn(s);
         s.watched = nullptr;
@@ -1529,19 +1544,35 @@ bool PendingDispatch::wait_expert(int64_t expert, int64_t timeout_ms) {
     return in_time;
 }
 
-const ep::Flight& PendingDispatch::ready_flight(int64_t expert) const {
-    if (!operation_) operation("rows");
-    check_expert(*static_cast<Session::Impl*>(session_.get())->rank, expert);
-    if (!ended_well_) operation("rows");
+// The flight of a handle that is still good for something: under way, or ended well and its batch not over.
+const ep::Flight& PendingDispatch::flight(const char* call) const {
+    if (!operation_ || !ended_well_) operation(call);
     const ep::Flight& f = *operation_->flight;
     if (ended_well_ && (f.epoch != epoch_ || !f.open || !f.rank->here()))  // by shrink, close or its batch's combine
         throw Error(Status(Code::stale, fmt::format("the batch of epoch {} has ended; its rows are gone.", epoch_)));
-    if (!has_rows_of(expert))
+    return f;
+}
+
+std::span<const int64_t> PendingDispatch::counts() const {
+    const ep::Flight& f = flight("counts");
+    if (!has(Session::Impl::part_counts))
+        throw Error(
+            Status(Code::bad_input, fmt::format("dispatch {}: the counts of all ranks are not here yet. Ask counted() or "
+                                                "wait_counted() first.",
+                                                epoch_)));
+    return f.local_counts;
+}
+
+const ep::Flight& PendingDispatch::ready_flight(int64_t expert) const {
+    if (!operation_) operation("rows");
+    check_expert(*static_cast<Session::Impl*>(session_.get())->rank, expert);
+    const ep::Flight& f = flight("rows");
+    if (!has(expert))
         throw Error(
             Status(Code::bad_input, fmt::format("dispatch {}: the rows of local expert {} are not here yet. Ask ready() "
                                                 "or wait_expert() first.",
                                                 epoch_, expert)));
-    return *operation_->flight;
+    return f;
 }
 
 int64_t PendingDispatch::rows_of(int64_t expert) const {

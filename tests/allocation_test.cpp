@@ -6,8 +6,10 @@
 
 #include <barrier>
 #include <cerrno>
+#include <filesystem>
 #include <new>
 
+#include "switchyard/expert_memory.hpp"
 #include "switchyard/pipeline.hpp"
 #include "testing.hpp"
 
@@ -260,6 +262,27 @@ TEST_F(Allocation, ReplicasHaveNoneEither) {
             std::vector<Session> sessions = Session::open_local(o, *p.table);
             EXPECT_EQ(allocations_of_rounds(sessions, p, 20), 0);
         }
+}
+
+TEST_F(Allocation, ExpertMemoryHasNoneEither) {
+    const std::string path = testing::TempDir() + "experts-" + std::to_string(getpid());
+    ExpertMemory::create(path, 6, 9000, [](int64_t, std::byte*) {});
+    ExpertMemory memory = ExpertMemory::open(path, {.memory_bytes = 3 * 12288, .chunk_bytes = 4096});
+    std::filesystem::remove(path);
+    const std::vector<int64_t> counts[] = {{1, 1, 1, 1, 1, 1}, {0, 3, 0, 2, 0, 0}, {2, 0, 1, 0, 0, 5}};
+    EXPECT_EQ(allocations_during([&] {
+                  for (int round = 0; round < 100; ++round) {
+                      const std::vector<int64_t>& now = counts[round % 3];
+                      memory.prefetch(now);
+                      for (const int64_t e : memory.order(now)) {
+                          ExpertMemory::Lease lease = memory.acquire(e);
+                          const ExpertMemory::Lease moved = std::move(lease);
+                      }
+                      static_cast<void>(memory.stats());
+                  }
+              }),
+              0);
+    EXPECT_EQ(memory.stats().hits + memory.stats().misses, 34U * 6 + 33 * 2 + 33 * 3);
 }
 
 TEST_F(Allocation, OneInTheRoundsWouldBeSeen) {

@@ -482,6 +482,8 @@ TEST_P(Async, ExpertIsReadyWhenItsSourcesHaveSent) {
             for (; !computed.is_raised(2); sleep_ms(1)) at(1).progress();
             EXPECT_FALSE(going.ready(0));
             EXPECT_FALSE(going.wait_expert(0, 1));
+            EXPECT_TRUE(going.counted()) << "but how many there will be is known";
+            EXPECT_EQ(going.counts()[0], 1);
             EXPECT_TRUE(is_error(outcome_of([&] { going.rows_of(0); }), Code::bad_input, {"not here yet"}));
             computed.raise(2);
         }
@@ -532,6 +534,66 @@ TEST_P(Async, ExpertsRunInTheOrderInWhichTheirRowsCome) {
         at(r).combine(batch, {.out = out.data()});
         EXPECT_EQ(difference("out", out, x[static_cast<size_t>(r)]), "") << r;
     });
+}
+
+// ------------------------------------------------------------------------------------------------------------------ counts
+
+TEST(AsyncSession, CountsAreThereBeforeRowsWhereALandingWaitsForThem) {
+    for (const Landing landing : every_landing)
+        for (const ProgressBy progress : {ProgressBy::caller, ProgressBy::worker}) {
+            Options o;
+            o.hidden = 33;
+            o.topk = 2;
+            o.experts = 7;
+            o.tokens_max = 5;
+            o.landing = landing;
+            o.expert_alignment = 16;
+            o.expert_token_nums = TokenNums::cumsum;
+            o.timeout_ms = never_ms;
+            SCOPED_TRACE(text_of(o) + (progress == ProgressBy::worker ? ", worker" : ""));
+            std::vector<Options> all(2, o);
+            all[0].progress = progress;
+            std::vector<Session> sessions = Session::open_local(all);
+            Random random(3);
+            const Problem problem = make_problem(random, o, {5, 4});
+            std::vector<int64_t> want;  // of rank 0
+            int64_t before = 0;
+            for (const int64_t n : problem.received[0].expert_token_nums) want.push_back(n - std::exchange(before, n));
+            const auto is_early = landing == Landing::packed || landing == Landing::alltoallv;
+
+            // Rank 1 sends its counts, and then makes no call, which its rows would need, until rank 0 has looked.
+            PendingDispatch late = sessions[1].dispatch_async(dispatch_args(problem, 1));
+            PendingDispatch going = sessions[0].dispatch_async(dispatch_args(problem, 0));
+            EXPECT_TRUE(going.wait_counted());
+            EXPECT_TRUE(going.counted());
+            EXPECT_EQ(going.done(), !is_early);
+            const std::span<const int64_t> counts = going.counts();
+            EXPECT_EQ(std::vector<int64_t>(counts.begin(), counts.end()), want);
+            on_ranks(2, [&](int r) {
+                ExpertBatch batch = (r == 0 ? going : late).get();
+                EXPECT_EQ(difference_of_batch(batch, problem, r), "");
+                EXPECT_EQ(std::vector<int64_t>(counts.begin(), counts.end()), want) << "as long as the batch of rank 0";
+                fill_y(batch, problem, r, batch.y());
+                Output out = output_of(problem, r);
+                sessions[static_cast<size_t>(r)].combine(batch, combine_args(problem, r, out.data()));
+            });
+            EXPECT_TRUE(is_error(outcome_of([&] { going.counts(); }), Code::stale, {"counts"}));
+            EXPECT_TRUE(is_error(outcome_of([&] { going.counted(); }), Code::stale, {"counted"}));
+        }
+}
+
+TEST_P(Async, CountsAreNotThereBeforeAllRanksHaveSentTheirs) {
+    open(2);
+    PendingDispatch going = at(0).dispatch_async(args(0));
+    EXPECT_FALSE(going.counted());
+    EXPECT_FALSE(going.wait_counted(1));
+    EXPECT_TRUE(is_error(outcome_of([&] { going.counts(); }), Code::bad_input, {"dispatch 1", "wait_counted()"}));
+    DispatchArgs bad = args(1);
+    bad.tokens = 6;
+    EXPECT_EQ(outcome_of([&] { at(1).dispatch(bad); }).code, Code::bad_input);
+    EXPECT_TRUE(is_error(outcome_of([&] { going.wait_counted(); }), Code::bad_input, {"rank 1", "tokens is 6"}));
+    EXPECT_TRUE(is_error(outcome_of([&] { going.counts(); }), Code::stale));
+    round_works();
 }
 
 }  // namespace

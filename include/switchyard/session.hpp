@@ -368,6 +368,17 @@ class SY_API PendingDispatch : public Pending {
     /// Waits until it has ended well and hands the batch out, once.
     ExpertBatch get();
 
+    /// Whether it is known how many rows every local expert gets. With landings packed and alltoallv that is before the rows of
+    /// other ranks are here: once all counts are, and this rank's rows have gone out. With the others rows and counts come
+    /// together, at the end. Looks, as poll(), and throws its errors.
+    bool counted();
+    /// Waits for that, at most timeout_ms (0: the dispatch's own deadline). False when that time has passed.
+    bool wait_counted(int64_t timeout_ms = 0);
+    /// [L] rows of each local expert, pad rows not counted, once counted(): what ExpertMemory::prefetch wants. A view, good as
+    /// long as this handle, and then as the batch it gives. Throws bad_input before; what was read so counts for nothing if the
+    /// dispatch then fails.
+    std::span<const int64_t> counts() const;
+
     /// Whether all rows of a local expert are here. With landing packed an expert is ready as soon as the ranks that send it
     /// rows have sent theirs, whatever the others do; otherwise all become ready together. Looks, as poll(), and throws its
     /// errors. Throws bad_input for an expert that is none of this rank.
@@ -386,9 +397,10 @@ class SY_API PendingDispatch : public Pending {
  private:
     friend class Session;
     using Pending::Pending;
+    const ep::Flight& flight(const char* call) const;
     const ep::Flight& ready_flight(int64_t expert) const;
-    bool has_rows_of(int64_t expert) const;
-    bool poll_expert(int64_t expert);
+    bool has(int64_t part) const;
+    bool wait_part(int64_t part, int64_t timeout_ms);
 };
 
 }  // namespace switchyard

@@ -27,7 +27,7 @@ enum class Code : int32_t {
     peer_left = 8,    ///< a rank gave this epoch up, for a reason of its own
     timed_out = 9,    ///< the deadline of the call passed; the text says who was awaited
     system = 10,      ///< the operating system refused something
-    corrupt = 11,     ///< a peer's window or message holds what no correct peer writes
+    corrupt = 11,     ///< a peer's window or message, or a file, holds what no correct program writes
 };
 
 /// The name of a code, as it stands in error texts: "bad_input", "timed_out", ...

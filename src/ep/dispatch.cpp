@@ -244,6 +244,10 @@ bool DispatchStep::has_rows_of(const Rank& rank, const Flight& flight, int64_t e
     return true;
 }
 
+bool DispatchStep::has_counts(const Rank& rank) const {
+    return phase_ == Phase::ended ? status_.ok() : phase_ == Phase::rows && waits_for_counts(rank.options.landing);
+}
+
 void DispatchStep::give_up(Rank& rank, Flight& flight, int64_t waited_ms) {
     std::string owed;
     const int first = await_.first_awaited();

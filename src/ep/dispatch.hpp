@@ -37,6 +37,10 @@ class DispatchStep {
     /// counts are known: a source's rows are whole when its `arrived` is seen.
     bool has_rows_of(const Rank& rank, const Flight& flight, int64_t expert) const;
 
+    /// Whether the counts of all ranks are known, and with them Flight::local_counts: before rows of others are here where a
+    /// landing waits for counts, else when the dispatch is done.
+    bool has_counts(const Rank& rank) const;
+
     Phase phase() const { return phase_; }
     /// A rank that is still awaited, or -1.
     int awaited() const { return await_.first_awaited(); }

@@ -266,6 +266,7 @@ void Flight::allocate(Rank& of) {
     next.resize(experts);
     ends.resize(experts);
     if (rows_lie_apart(of.options.landing)) groups_seen.resize(static_cast<size_t>(of.workers.count()) * ranks);
+    local_counts.resize(local);
     expert_token_nums.resize(local);
     expert_offsets.resize(local + 1);
     ep_recv_count.resize(local * ranks);
@@ -389,6 +390,7 @@ void fill_results(Rank& rank, Flight& flight) {
             running += flight.count(static_cast<int>(q), e);
             flight.ep_recv_count[local * ranks + q] = running;
         }
+        flight.local_counts[local] = running - before;
         flight.expert_token_nums[local] = cumsum ? running : running - before;
         flight.expert_offsets[local] = flight.expert_first[static_cast<size_t>(e)];
     }

@@ -164,6 +164,7 @@ struct Flight {
     std::vector<int32_t> missing;  ///< [tokens_max] used ids of each of my tokens that became unused
 
     // Results
+    std::vector<int64_t> local_counts;       ///< [L] rows of each of my experts, pad rows not counted
     std::vector<int64_t> expert_token_nums;  ///< [L]
     std::vector<int64_t> expert_offsets;     ///< [L+1]
     std::vector<int32_t> ep_recv_count;      ///< [L*R]
