@@ -54,7 +54,7 @@ inline constexpr Landing every_landing[] = {Landing::packed,    Landing::padded,
 /// Ends the process with the name of the test that hangs. An alarm and not a thread, so that tests may fork.
 class Watchdog : public testing::EmptyTestEventListener {
  public:
-    static constexpr unsigned seconds = static_cast<unsigned>(120 * (slowness > 1 ? 3 : 1));
+    static constexpr unsigned seconds = static_cast<unsigned>(300 * (slowness > 1 ? 2 : 1));
 
     /// Watches this process from now on; a forked child calls it again, because an alarm is not inherited.
     static void watch(const std::string& name, unsigned limit = seconds) {
