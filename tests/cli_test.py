@@ -486,6 +486,7 @@ class Endings(unittest.TestCase):
 
     def test_a_killed_launcher_takes_its_ranks_along(self):
         program, children = self.start()
+        os.kill(children[1], signal.SIGSTOP)  # does not end because of the others, nor of a pipe that nobody reads
         program.kill()
         program.communicate(timeout=WATCHDOG_S)
         self.nothing_left(children)

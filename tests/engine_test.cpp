@@ -158,6 +158,49 @@ TEST(Ends, WhyARankLeftCombineIsToldAlsoToThoseWhoGetNoRowOfIt) {
     EXPECT_EQ(poll(1), ep::Progress::pending) << players[1].dispatch.status().text();
 }
 
+// One slot: rank 0 drops its batch and dispatches again before the others have looked at what it sent them for the first.
+class Ahead : public testing::TestWithParam<Landing> {};
+
+TEST_P(Ahead, ARankOverwritesNothingThatAnotherHasNotSeen) {
+    Options o = options_with(GetParam(), Format::none, Format::none);
+    o.topk = 1;
+    std::vector<Player> players = players_over(o, true);
+    for (Player& p : players) {
+        ASSERT_TRUE(p.rank->connect().ok());
+        p.ids.assign(static_cast<size_t>(p.tokens), 3);  // all rows go to rank 1: rank 0 waits for nobody's
+    }
+    const std::vector<reference::RankInput> inputs = inputs_of(players);
+    const auto poll = [&](size_t r) { return players[r].dispatch.poll(*players[r].rank, players[r].flight, true); };
+    for (Player& p : players) p.start(1);
+    EXPECT_EQ(poll(2), ep::Progress::pending);  // what needs nobody is out
+    EXPECT_EQ(poll(1), ep::Progress::pending);
+    ASSERT_EQ(poll(0), ep::Progress::done);
+    ep::drop(*players[0].rank, players[0].flight);
+    std::vector<uint16_t> other(players[0].x.size(), 0x3C00);
+    std::swap(players[0].x, other);
+    players[0].start(2);
+    EXPECT_EQ(poll(0), ep::Progress::pending);
+    std::swap(players[0].x, other);
+
+    EXPECT_NE(poll(2), ep::Progress::failed) << players[2].dispatch.status().text();
+    ASSERT_NE(poll(1), ep::Progress::failed) << players[1].dispatch.status().text();
+    ASSERT_EQ(poll(2), ep::Progress::done) << players[2].dispatch.status().text();
+    ASSERT_EQ(poll(1), ep::Progress::done) << players[1].dispatch.status().text();
+    Player& p = players[1];
+    const reference::Received want = reference::dispatch(o, inputs, 1);
+    ASSERT_EQ(p.flight.rows, want.rows);
+    ASSERT_TRUE(ep::materialise(*p.rank, p.flight).ok());
+    const layout::Window& w = p.rank->window;
+    EXPECT_EQ(std::memcmp(p.rank->own(w.slot(0) + w.expand_x), want.expand_x.data(), want.expand_x.size()), 0);
+    EXPECT_EQ(poll(0), ep::Progress::pending);
+    for (const size_t r : {size_t{1}, size_t{2}}) ep::drop(*players[r].rank, players[r].flight);
+    for (const size_t r : {size_t{1}, size_t{2}}) players[r].start(2);
+    std::vector<ep::Progress> ends;
+    dispatch_all(players, ends);
+    for (size_t r = 0; r < players.size(); ++r) EXPECT_EQ(ends[r], ep::Progress::done) << players[r].dispatch.status().text();
+}
+INSTANTIATE_TEST_SUITE_P(Landings, Ahead, testing::ValuesIn(test::every_landing));
+
 TEST(Reasons, ARefusalKeepsItsTextWhenTheDeadlineOfItsSenderStrikes) {
     for (const Landing landing : {Landing::packed, Landing::padded, Landing::allgather, Landing::alltoallv}) {
         std::vector<Player> players = players_over(options_with(landing, Format::none, Format::none), true);

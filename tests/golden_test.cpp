@@ -249,7 +249,7 @@ TEST_P(GoldenCase, SessionGivesTheSameBytesInEveryRound) {
                 }
 }
 
-// A replica is the same expert: wherever the rows go, combine gives the golden bytes, and the rows are the golden ones.
+// A replica is the same expert: to whichever the rows go, combine gives the golden bytes, and the rows are the golden ones.
 TEST_P(GoldenCase, SessionWithReplicasCombinesToTheSameBytes) {
     const Case c = read_case(GetParam());
     const size_t row_bytes = static_cast<size_t>(c.options.hidden) * token_bytes(c.options.dtype);
@@ -291,11 +291,15 @@ TEST_P(GoldenCase, SessionWithReplicasCombinesToTheSameBytes) {
                         ExpertBatch batch = session.dispatch({.x = f.x.data(), .tokens = f.tokens, .topk_ids = f.ids.data()});
                         const std::span<const int32_t> info = batch.assist_info_for_combine();
                         auto* y = static_cast<std::byte*>(batch.y());
-                        for (int64_t i = 0; i < batch.rows(); ++i) {
+                        auto slot = static_cast<size_t>(experts_of(r, ranks, slots).first);
+                        for (int64_t i = 0, e = 0; i < batch.rows(); ++i) {
+                            for (; i >= batch.expert_offsets()[static_cast<size_t>(e) + 1]; ++e) ++slot;
                             const int32_t* of = info.data() + 3 * i;
                             if (of[0] < 0) continue;
-                            const Row& right = rows[static_cast<size_t>(of[0])][static_cast<size_t>(of[1] * o.topk + of[2])];
+                            const auto k = static_cast<size_t>(of[1] * o.topk + of[2]);
+                            const Row& right = rows[static_cast<size_t>(of[0])][k];
                             ASSERT_NE(right.y, nullptr);
+                            EXPECT_EQ(table.expert_of[slot], c.ranks[static_cast<size_t>(of[0])].ids[k]);
                             EXPECT_EQ(
                                 std::memcmp(batch.row(i).payload, right.payload, static_cast<size_t>(batch.payload_bytes())),
                                 0);

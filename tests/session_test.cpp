@@ -405,22 +405,32 @@ TEST_P(EveryWay, TokenHasTheSameBitsAloneAndAmongOthersAndForEveryRankCount) {
                 batch.gather_f32(static_cast<int64_t>(e), i, 1, row.data());
                 uint64_t hash = static_cast<uint64_t>(first) + e;
                 for (const float v : row) hash = mix(hash, std::bit_cast<uint32_t>(v));
-                fill_values(o.dtype, hash, false, hidden,
-                            static_cast<std::byte*>(batch.y()) + (batch.expert_offsets()[e] + i) * hidden * 2);
+                const auto at = static_cast<size_t>((batch.expert_offsets()[e] + i) * hidden);
+                fill_values(o.dtype, hash, false, hidden, static_cast<std::byte*>(batch.y()) + at * token_bytes(o.dtype));
             }
     };
     constexpr int64_t mates = 1000;
     Random random(19);
-    for (const Format out_format : {Format::none, Format::int8_token, Format::mxfp8_e5m2, Format::fp8_e4m3_block128}) {
+    struct Formats {
+        TokenType token;
+        Format out, home;
+    };
+    // f32 because a narrow result hides in which order it was summed.
+    for (const Formats formats : {Formats{TokenType::f32, Format::none, Format::none},
+                                  {TokenType::bf16, Format::none, Format::int8_block8},
+                                  {TokenType::bf16, Format::int8_token, Format::int8_block8},
+                                  {TokenType::bf16, Format::mxfp8_e5m2, Format::int8_block8},
+                                  {TokenType::bf16, Format::fp8_e4m3_block128, Format::int8_block8}}) {
         Options o = options();
         o.hidden = hidden;
         o.topk = topk;
         o.experts = experts;
         o.tokens_max = mates;
-        o.dtype = TokenType::bf16;
-        o.dispatch_quant = out_format;
-        o.combine_quant = Format::int8_block8;
-        std::vector<uint16_t> x(mates * hidden);
+        o.dtype = formats.token;
+        o.dispatch_quant = formats.out;
+        o.combine_quant = formats.home;
+        const size_t row_bytes = hidden * token_bytes(o.dtype);
+        std::vector<std::byte> x(mates * row_bytes);
         fill_values(o.dtype, random(), false, mates * hidden, x.data());
         std::vector<int32_t> ids(mates * topk);
         for (int32_t& id : ids) id = static_cast<int32_t>(random.below(experts + 1)) - 1;
@@ -429,25 +439,28 @@ TEST_P(EveryWay, TokenHasTheSameBitsAloneAndAmongOthersAndForEveryRankCount) {
         // What rank 0 gets for tokens first..first+n-1 of the list; the other ranks bring 11 others.
         const auto run = [&](std::vector<Session>& group, int64_t first, int64_t n) {
             const auto ranks = static_cast<int>(group.size());
-            std::vector<uint16_t> result(static_cast<size_t>(n * hidden));
+            std::vector<std::byte> result(static_cast<size_t>(n) * row_bytes);
             on_ranks(ranks, [&](int r) {
                 const int64_t from = r == 0 ? first : 0, tokens = r == 0 ? n : 11;
-                ExpertBatch batch = group[static_cast<size_t>(r)].dispatch(
-                    {.x = x.data() + from * hidden, .tokens = tokens, .topk_ids = ids.data() + from * topk});
+                ExpertBatch batch =
+                    group[static_cast<size_t>(r)].dispatch({.x = x.data() + static_cast<size_t>(from) * row_bytes,
+                                                            .tokens = tokens,
+                                                            .topk_ids = ids.data() + from * topk});
                 apply_experts(batch, r, ranks, o);
-                std::vector<uint16_t> out(static_cast<size_t>(tokens * hidden));
+                std::vector<std::byte> out(static_cast<size_t>(tokens) * row_bytes);
                 group[static_cast<size_t>(r)].combine(batch, {.topk_weights = weights.data() + from * topk, .out = out.data()});
                 if (r == 0) result = out;
             });
             return result;
         };
-        std::map<int64_t, std::vector<uint16_t>> alone;  // of the first number of ranks
+        std::map<size_t, std::vector<std::byte>> alone;  // of the first number of ranks
         for (const int ranks : {1, 2, 4}) {
             std::vector<Session> group = Session::open_local(o, ranks);
-            const std::vector<uint16_t> all = run(group, 0, mates);
-            for (const int64_t t : {0, 17, 499, 999}) {
-                const std::vector<uint16_t> among(all.begin() + t * hidden, all.begin() + (t + 1) * hidden);
-                const std::vector<uint16_t> single = run(group, t, 1);
+            const std::vector<std::byte> all = run(group, 0, mates);
+            for (const size_t t : {0U, 17U, 499U, 999U}) {
+                const std::span<const std::byte> row = std::span(all).subspan(t * row_bytes, row_bytes);
+                const std::vector<std::byte> among(row.begin(), row.end());
+                const std::vector<std::byte> single = run(group, static_cast<int64_t>(t), 1);
                 EXPECT_EQ(single, alone.try_emplace(t, single).first->second) << ranks << " ranks, token " << t << " alone";
                 EXPECT_EQ(among, alone[t]) << ranks << " ranks, token " << t << " among " << mates;
             }
