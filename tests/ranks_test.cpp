@@ -782,8 +782,11 @@ TEST(RanksOpen, OneRanksInvalidOptionsFailForAllNamingIt) {
 TEST(RanksOpen, RankThatDoesNotComeIsNamedAtTheDeadline) {
     for (const int missing : {0, 1, 2}) {
         SCOPED_TRACE("missing: " + std::to_string(missing));
+        // They begin together, or a rank whose deadline comes long before that of rank 0 would not hear from it who is missing.
+        const auto begin = std::chrono::steady_clock::now() + std::chrono::milliseconds(2 * short_ms);
         Processes all(3, [&](const Part& part) {
             if (part.rank() == missing) return;
+            std::this_thread::sleep_until(begin);
             Options o = options_of(3);
             o.timeout_ms = 3 * short_ms;
             part.expect_error(Code::timed_out, missing,
