@@ -270,13 +270,13 @@ int main(int argc, char** argv) {
     try {
         const int code = switchyard::bench::bench_main(argc, argv);
         if (std::fflush(stdout) == 0 && !std::ferror(stdout)) return code;
-        switchyard::tools::complain("switchyard bench: the output could not be written\n");
+        switchyard::tools::to_stderr("switchyard bench: the output could not be written\n");
         return 1;
     } catch (const switchyard::tools::Mistake& e) {
-        switchyard::tools::complain("switchyard bench: {}\n", e.what());
+        switchyard::tools::to_stderr("switchyard bench: {}\n", e.what());
         return 2;
     } catch (const std::exception& e) {
-        switchyard::tools::complain("switchyard bench: {}\n", e.what());
+        switchyard::tools::to_stderr("switchyard bench: {}\n", e.what());
         return 1;
     }
 }

@@ -32,8 +32,10 @@
 #include <iostream>
 #include <random>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "case.hpp"
 #include "switchyard/pipeline.hpp"
 
 using namespace switchyard;
@@ -75,13 +77,8 @@ std::vector<float> noise(uint32_t seed, int64_t n, float scale) {
 }
 
 template <class... A>
-void complain(const char* text, A... arguments) {
-    std::fputs("switchyard bench overlap: ", stderr);
-    if constexpr (sizeof...(A) == 0)
-        std::fputs(text, stderr);
-    else
-        std::fprintf(stderr, text, arguments...);
-    std::fputs("\n", stderr);
+void complain(fmt::format_string<A...> text, A&&... arguments) {
+    tools::to_stderr("switchyard bench overlap: {}\n", fmt::vformat(text, fmt::make_format_args(arguments...)));
 }
 
 // 0, or 1 when what was printed could not be written.
@@ -259,8 +256,8 @@ void play_rank(const Settings& s, int rank, const std::string& job) {
 
 int main(int argc, char** argv) {
     // OpenBLAS starts its threads when it is loaded, and joins them in every fork: without any, from the start.
-    if (setenv("OPENBLAS_NUM_THREADS", "1", 0) == 0 && !std::getenv("SWITCHYARD_OVERLAP_AGAIN")) {
-        setenv("SWITCHYARD_OVERLAP_AGAIN", "1", 1);
+    if (const char* threads = std::getenv("OPENBLAS_NUM_THREADS"); !threads || std::string_view(threads) != "1") {
+        setenv("OPENBLAS_NUM_THREADS", "1", 1);
         execv("/proc/self/exe", argv);
     }
     Settings s;
@@ -279,7 +276,7 @@ int main(int argc, char** argv) {
     try {
         app.parse(argc, argv);
     } catch (const CLI::ParseError& error) {
-        if (error.get_exit_code() != 0) return complain("%s", error.what()), 2;
+        if (error.get_exit_code() != 0) return complain("{}", error.what()), 2;
         app.exit(error);  // --help
         std::cout.flush();
         return std::cout ? 0 : (complain("the output could not be written"), 1);
@@ -287,7 +284,7 @@ int main(int argc, char** argv) {
     cpu_set_t all;
     sched_getaffinity(0, sizeof all, &all);
     if (const int needs = s.ranks * (s.spare ? 2 : 1); needs > CPU_COUNT(&all))
-        return complain("that needs %d CPUs, this process may use %d", needs, CPU_COUNT(&all)), 2;
+        return complain("that needs {} CPUs, this process may use {}", needs, CPU_COUNT(&all)), 2;
     if (s.experts % s.ranks != 0) return complain("--experts must be a multiple of --ranks"), 2;
     // Weights; tokens, results and the rows of both landings' windows. Anything larger than the machine would only be killed.
     const double bytes = 4.0 * static_cast<double>(s.hidden) *
@@ -296,7 +293,7 @@ int main(int argc, char** argv) {
     const double has = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
     if (bytes > 0.9 * has)
         return complain(
-                   "that needs about %.1f GiB, the machine has %.1f; choose smaller --tokens, --hidden, --ffn or --experts",
+                   "that needs about {:.1f} GiB, the machine has {:.1f}; choose smaller --tokens, --hidden, --ffn or --experts",
                    bytes / 0x1p30, has / 0x1p30),
                2;
 
@@ -312,7 +309,7 @@ int main(int argc, char** argv) {
                 play_rank(s, r, job);
                 _exit(output_code());
             } catch (const std::exception& error) {
-                complain("rank %d: %s", r, error.what());
+                complain("rank {}: {}", r, error.what());
                 _exit(1);
             }
         }
@@ -322,7 +319,7 @@ int main(int argc, char** argv) {
     for (size_t r = 0; r < ranks.size(); ++r) {
         int status = 0;
         if (ranks[r] < 0 || waitpid(ranks[r], &status, 0) != ranks[r]) status = 1;
-        if (WIFSIGNALED(status)) complain("rank %zu was ended by a signal: %s", r, strsignal(WTERMSIG(status)));
+        if (WIFSIGNALED(status)) complain("rank {} was ended by a signal: {}", r, strsignal(WTERMSIG(status)));
         if (status != 0) code = 1;
     }
     return code;

@@ -59,7 +59,7 @@ double mean(const std::vector<json>& ranks, const char* what) {
 
 void show(const std::string& text) {
     if (!isatty(STDERR_FILENO)) return;
-    tools::complain("\r\x1b[K{}", text);
+    tools::to_stderr("\r\x1b[K{}", text);
     std::fflush(stderr);
 }
 

@@ -368,8 +368,8 @@ void Exchange::send_back(Received& rows, const SendBackArgs& args) {
     Impl& s = impl();
     if (rows.exchange_ && rows.exchange_ != impl_) refuse(Code::stale, "send_back of rows that another exchange received.");
     const std::vector<int64_t> mine = std::move(rows.permutation_);
-    const bool is_wanted = s.parts.at.size() > 1 || args.payloads[0];
-    std::byte* home = s.as_they_are || !is_wanted ? static_cast<std::byte*>(args.payloads[0]) : s.buffers.home.get();
+    auto* home = static_cast<std::byte*>(args.payloads[0]);  // null, where it is the only one, is refused below, on all ranks
+    if (!s.as_they_are && (home || s.parts.at.size() > 1)) home = s.buffers.home.get();
     rows.exchange_.reset();
     s.session.combine(rows.batch_, {.rows = home, .timeout_ms = args.timeout_ms});
     if (s.as_they_are) return;

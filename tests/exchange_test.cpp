@@ -372,6 +372,27 @@ TEST(Exchange, ARefusalThatDoesNotBeginKeepsTheErrorOfAnEarlierSendBack) {
     });
 }
 
+// What lies between payloads in a row travels with them: it must not be what was in that memory before.
+TEST(Exchange, GapsBetweenPayloadsAreZero) {
+    std::vector<Exchange> group =
+        Exchange::open_local({.payload_bytes = {3, 5}, .items_max = 1, .strategy = Landing::in_place, .depth = 1}, 2);
+    const char three[] = "abc", five[] = "defgh";
+    const int32_t index = 1;
+    on_ranks(2, [&](int r) {
+        Exchange& x = group[static_cast<size_t>(r)];
+        std::memset(x.session().x(), 0xA5, static_cast<size_t>(x.session().options().hidden) * 2);  // where rows are made
+        Received got = x.send({.payloads = {three, five}, .items = 1, .expert_indices = &index});
+        EXPECT_EQ(got.rows(), r == 1 ? 2 : 0);
+        for (int64_t i = 0; i < got.rows(); ++i) {
+            const std::byte *first = got.row(0, i), *second = got.row(1, i);
+            ASSERT_LT(first + 3, second);
+            EXPECT_EQ(std::memcmp(first, three, 3), 0);
+            EXPECT_EQ(std::memcmp(second, five, 5), 0);
+            EXPECT_TRUE(std::all_of(first + 3, second, [](std::byte byte) { return byte == std::byte{0}; }));
+        }
+    });
+}
+
 TEST(Exchange, ANullAnswerIsRefusedOnAllRanksWhateverTheSizeOfTheItem) {
     for (const int64_t bytes : {3, 4}) {
         std::vector<Exchange> group = Exchange::open_local({.payload_bytes = {bytes}, .items_max = 1}, 2);

@@ -30,7 +30,7 @@ struct Mistake : std::runtime_error {
 
 /// To stderr, which may not be there: what cannot be told there is told by the exit code.
 template <class... A>
-void complain(fmt::format_string<A...> text, A&&... arguments) {
+void to_stderr(fmt::format_string<A...> text, A&&... arguments) {
     std::fputs(fmt::vformat(text, fmt::make_format_args(arguments...)).c_str(), stderr);
 }
 

@@ -73,15 +73,15 @@ int main(int argc, char** argv) {
         else if (name == "--version")
             code = 0, fmt::print("switchyard {}\n", SWITCHYARD_VERSION);
         else
-            complain("switchyard: there is no command \"{}\"; see switchyard --help\n", name);
+            to_stderr("switchyard: there is no command \"{}\"; see switchyard --help\n", name);
         if (std::fflush(stdout) == 0 && !std::ferror(stdout)) return code;
-        complain("{}: the output could not be written\n", who);
+        to_stderr("{}: the output could not be written\n", who);
         return std::max(code, 1);
     } catch (const Mistake& e) {
-        complain("{}: {}\n", who, e.what());
+        to_stderr("{}: {}\n", who, e.what());
         return 2;
     } catch (const std::exception& e) {
-        complain("{}: {}\n", who, e.what());
+        to_stderr("{}: {}\n", who, e.what());
         return 1;
     }
 }

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -94,17 +95,15 @@ int calibrate_machine(bool json) {
     const std::string path = calibration_path();
     if (path.empty()) throw Mistake("no place for the calibration: set HOME or XDG_CACHE_HOME");
     if (!json) fmt::print("plays groups of threads with every landing, some seconds ...\n");
-    // What cannot be written is told before anything is measured. A file that is none is replaced.
-    Calibration before;
-    try {
-        before = load_calibration(path);
-    } catch (const Error&) {
-    }
-    save_calibration(before, path);
+    // What cannot be written is told before anything is measured.
+    if (std::filesystem::is_directory(path)) throw Mistake(fmt::format("{} is a folder; the calibration is a file", path));
+    const std::string trial = path + ".trial";
+    save_calibration({}, trial);
+    std::filesystem::remove(trial);
     const Calibration c = calibrate();
     save_calibration(c, path);
     if (c.write_memory == 0 || c.read_memory == 0)
-        complain(
+        to_stderr(
             "switchyard plan: memory seems to cost nothing, so other work has disturbed the measurement; calibrate again on a "
             "quiet machine\n");
     if (json) {

@@ -390,9 +390,9 @@ void show_progress(int done, int rounds) {
     if (!isatty(STDERR_FILENO)) return;
     constexpr int width = 40;
     const int full = rounds ? done * width / rounds : width;
-    complain("\r[{}{}] {}/{} rounds", std::string(static_cast<size_t>(full), '#'),
-             std::string(static_cast<size_t>(width - full), '.'), done, rounds);
-    if (done == rounds) complain("\r{}\r", std::string(width + 24, ' '));
+    to_stderr("\r[{}{}] {}/{} rounds", std::string(static_cast<size_t>(full), '#'),
+              std::string(static_cast<size_t>(width - full), '.'), done, rounds);
+    if (done == rounds) to_stderr("\r{}\r", std::string(width + 24, ' '));
     std::fflush(stderr);
 }
 
@@ -523,14 +523,14 @@ int parent_main(const RunFlags& run, const Case& c, char** argv) {
             note_error("did not end in time after another rank had; stopped", r);
     }
     if (failed) {
-        if (isatty(STDERR_FILENO)) complain("\n");
+        if (isatty(STDERR_FILENO)) to_stderr("\n");
         for (auto& [text, ranks] : errors) {
             std::sort(ranks.begin(), ranks.end());
             std::replace(text.begin(), text.end(), '\n', ' ');  // one line each
             if (run.json)
                 fmt::print("{}\n", line_of({{"error", text}, {"ranks", ranks}}));
             else
-                complain("switchyard run: rank{} {}: {}\n", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "), text);
+                to_stderr("switchyard run: rank{} {}: {}\n", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "), text);
         }
         return std::max(exit_code, 1);
     }

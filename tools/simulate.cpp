@@ -66,7 +66,7 @@ int simulate(const SimulateFlags& flags) {
         virtual_ns += r.virtual_ns;
         const bool right = r.failure.empty();
         failures += !right;
-        if (progress && played % 1000 == 0) complain("\r{} of {} seeds", played, flags.seeds);
+        if (progress && played % 1000 == 0) to_stderr("\r{} of {} seeds", played, flags.seeds);
         if (flags.json) {
             if (one || !right)
                 fmt::print("{}\n", nlohmann::json({{"seed", seed},
@@ -80,14 +80,14 @@ int simulate(const SimulateFlags& flags) {
             continue;
         }
         if (!one && right && !flags.trace) continue;
-        if (progress) complain("\r");
+        if (progress) to_stderr("\r");
         fmt::print("seed {}: {}\n", seed, r.scenario);
         for (const std::string& event : r.events) fmt::print("{}\n", event);
         fmt::print("{} turns in {:.3f} ms of virtual time; calls: {}; events {:016x}: {}\n", r.turns,
                    static_cast<double>(r.virtual_ns) / 1e6, text_of(r.endings), r.hash, right ? "right" : "WRONG");
         if (!right) fmt::print("  {}\n  again: {} --trace\n", r.failure, command_of(flags, seed));
     }
-    if (progress) complain("\r{:32}\r", "");
+    if (progress) to_stderr("\r{:32}\r", "");
     if (flags.json)
         fmt::print("{}\n", nlohmann::json({{"seeds", played},
                                            {"failures", failures},

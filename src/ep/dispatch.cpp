@@ -65,8 +65,10 @@ Status check_dispatch(const Rank& rank, Flight& flight, const DispatchArgs& args
     return {};
 }
 
+namespace {
+
 // Whether what this rank sends to any one expert fits its cell there. `args` name slots by now: those have cells.
-static Status check_cells(const Rank& rank, Flight& flight, const DispatchArgs& args) {
+Status check_cells(const Rank& rank, Flight& flight, const DispatchArgs& args) {
     const layout::WindowShape& s = rank.window.shape;
     const int64_t n = args.tokens * s.topk;
     if (!s.padded() || n <= s.cell_rows) return {};
@@ -81,6 +83,8 @@ static Status check_cells(const Rank& rank, Flight& flight, const DispatchArgs& 
     }
     return {};
 }
+
+}  // namespace
 
 void DispatchStep::allocate(const Rank& rank) {
     await_.allocate(rank);
@@ -145,13 +149,22 @@ void DispatchStep::after_gate(Rank& rank, Flight& flight) {
     phase_ = counts_first ? Phase::counts : Phase::rows;
 }
 
-// All counts are there: any refusal or excess ends the epoch on every rank, for the same reason, before a row has moved.
-Progress DispatchStep::after_counts(Rank& rank, Flight& flight) {
-    rank.edge(Edge::counts_in, flight.epoch);
+// All counts are there: any refusal or excess ends the epoch on every rank, for the same reason. Then, what only this rank may
+// have seen: somebody who left it and a later epoch since.
+Progress DispatchStep::judge_counts(Rank& rank, Flight& flight) {
     if (await_.refuser() >= 0) return refused(rank, flight);
     if (Status s = take_counts(rank, flight, args_.tag); !s.ok()) return end(rank, flight, std::move(s), no_culprit);
+    return judge_later(rank, flight);
+}
+
+Progress DispatchStep::judge_later(Rank& rank, Flight& flight) {
     // model: left_later
-    if (!await_.later().ok()) return end(rank, flight, await_.later(), await_.later_culprit());
+    return await_.later().ok() ? Progress::done : end(rank, flight, await_.later(), await_.later_culprit());
+}
+
+Progress DispatchStep::after_counts(Rank& rank, Flight& flight) {
+    rank.edge(Edge::counts_in, flight.epoch);
+    if (judge_counts(rank, flight) == Progress::failed) return Progress::failed;  // before a row has moved
     if (rank.options.landing == Landing::alltoallv) send_blocks(rank, flight, args_);
     fill_places(rank, flight, args_.topk_ids);
     if (rank.options.landing == Landing::packed) send_rows(rank, flight, args_);
@@ -173,10 +186,9 @@ Progress DispatchStep::after_counts(Rank& rank, Flight& flight) {
 Progress DispatchStep::after_rows(Rank& rank, Flight& flight) {
     rank.edge(Edge::rows_in, flight.epoch);
     const Landing landing = rank.options.landing;
-    if (!waits_for_counts(landing)) {
-        if (await_.refuser() >= 0) return refused(rank, flight);
-        if (Status s = take_counts(rank, flight, args_.tag); !s.ok()) return end(rank, flight, std::move(s), no_culprit);
-        if (!await_.later().ok()) return end(rank, flight, await_.later(), await_.later_culprit());
+    const bool counts_first = waits_for_counts(landing);
+    if ((counts_first ? judge_later(rank, flight) : judge_counts(rank, flight)) == Progress::failed) return Progress::failed;
+    if (!counts_first) {
         fill_places(rank, flight, args_.topk_ids);
         fill_results(rank, flight);
         if (landing == Landing::padded)
@@ -184,9 +196,8 @@ Progress DispatchStep::after_rows(Rank& rank, Flight& flight) {
         else if (Status s = find_sources(rank, flight); !s.ok())
             return end(rank, flight, std::move(s), no_culprit);
         write_pad_rows(rank, flight);
-    } else {
-        if (!await_.later().ok()) return end(rank, flight, await_.later(), await_.later_culprit());
-        if (landing == Landing::alltoallv) place_blocks(rank, flight);
+    } else if (landing == Landing::alltoallv) {
+        place_blocks(rank, flight);
     }
     for (int p = 0; p < rank.ranks(); ++p)
         if (flight.lost[static_cast<size_t>(p)]) blank_rows_of(rank, flight, p);

@@ -48,6 +48,8 @@ class DispatchStep {
 
  private:
     void after_gate(Rank& rank, Flight& flight);
+    Progress judge_counts(Rank& rank, Flight& flight);
+    Progress judge_later(Rank& rank, Flight& flight);
     Progress after_counts(Rank& rank, Flight& flight);
     Progress after_rows(Rank& rank, Flight& flight);
     Progress end(Rank& rank, Flight& flight, Status why, int culprit);

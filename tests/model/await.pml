@@ -422,7 +422,7 @@ after_first:
 	:: else -> skip
 #endif
 	fi;
-	// label left_later = src/ep/dispatch.cpp DispatchStep::after_counts
+	// label left_later = src/ep/dispatch.cpp DispatchStep::judge_later
 	if :: later != OK -> code = later; culprit = later_who; goto leave :: else -> skip fi;   /* the counts name no verdict */
 #ifdef PADDED
 	goto batch;
