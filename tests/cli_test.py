@@ -215,23 +215,28 @@ class Cases(InAFolder):
 
 class Slow(unittest.TestCase):
     def test_a_rank_that_is_slowed_by_5_ms_is_named_and_the_timeline_shows_it(self):
-        with tempfile.TemporaryDirectory() as folder:
-            file = os.path.join(folder, "t.json")
-            done = command("trace", "--trace", file, "--ranks", 4, "--bs", 8, "--hidden", 64, "--experts", 8, "--topk", 2,
-                           "--rounds", 40, "--slow", "2:5", "--landing", "packed")
-            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-            self.assertRegex(done.stdout, r"rank 2 holds the others up: \d+\.\d+ ms per round each")
-            events = json.loads(read(file))["traceEvents"]
-            spans = [e for e in events if e["ph"] == "X"]
-            self.assertEqual({e["pid"] for e in spans}, {0, 1, 2, 3})
-            self.assertEqual({e["args"]["epoch"] for e in spans}, set(range(1, 41)))
-            for e in spans:
-                self.assertLessEqual(e["args"]["waited_us"], e["dur"] + 0.001)
-            # 40 rounds of 5 ms, in which the others have nothing to do but to wait for counts.
-            for rank in (0, 1, 3):
-                waited = sum(e["args"]["waited_us"] for e in spans if e["pid"] == rank and e["name"] == "wait for counts" and
-                             e["args"].get("waited_for_rank") == 2)
-                self.assertGreater(waited, 40 * 5000 / 2)
+        # Who is late is only as plain as the processors are free: where other programs take them for 10 ms at a time, any rank
+        # may be late. So there are some tries; without the guard none of them names rank 2.
+        for _ in range(5):
+            with tempfile.TemporaryDirectory() as folder:
+                file = os.path.join(folder, "t.json")
+                done = command("trace", "--trace", file, "--ranks", 4, "--bs", 8, "--hidden", 64, "--experts", 8, "--topk", 2,
+                               "--rounds", 40, "--slow", "2:5", "--landing", "packed")
+                self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+                events = json.loads(read(file))["traceEvents"]
+            if "no rank stands out" not in done.stdout:
+                break
+        self.assertRegex(done.stdout, r"rank 2 holds the others up: \d+\.\d+ ms per round each")
+        spans = [e for e in events if e["ph"] == "X"]
+        self.assertEqual({e["pid"] for e in spans}, {0, 1, 2, 3})
+        self.assertEqual({e["args"]["epoch"] for e in spans}, set(range(1, 41)))
+        for e in spans:
+            self.assertLessEqual(e["args"]["waited_us"], e["dur"] + 0.001)
+        # 40 rounds of 5 ms, in which the others have nothing to do but to wait for counts.
+        for rank in (0, 1, 3):
+            waited = sum(e["args"]["waited_us"] for e in spans if e["pid"] == rank and e["name"] == "wait for counts" and
+                         e["args"].get("waited_for_rank") == 2)
+            self.assertGreater(waited, 40 * 5000 / 2)
 
     def test_where_the_timeline_goes_is_told_before_the_run(self):
         done = command("trace", "--trace", "/nowhere/t.json", "--ranks", 2)
