@@ -67,12 +67,12 @@ struct Op {
     bool waits = true;  // dispatch, combine: for its end; otherwise it is one in two halves, and a wait_* follows
 };
 
-enum class Trouble { bad_input, tag, counts, drop, bad_combine, close, death, stall };
+enum class Trouble { bad_input, tag, counts, drop, bad_combine, destroy, close, death, stall };
 
 struct Fault {
     Trouble kind;
     int rank;
-    int round;      // of the first four
+    int round;      // of the first six
     int64_t at;     // close: before this op; death, stall: in this call of a link or a kernel
     int64_t ns;     // stall
     int64_t which;  // kinds of bad input
@@ -107,7 +107,9 @@ struct Scenario {
         return std::any_of(faults.begin(), faults.end(), [&](const Fault& f) { return f.kind == kind; });
     }
     /// Whether every verdict follows from the inputs alone.
-    bool is_calm() const { return !has(Trouble::death) && !has(Trouble::stall) && !has(Trouble::close); }
+    bool is_calm() const {
+        return !has(Trouble::death) && !has(Trouble::stall) && !has(Trouble::close) && !has(Trouble::destroy);
+    }
 };
 
 // Values: slices of one long row of plain numbers, so that making a token costs a copy. Slices that matter differ.
@@ -337,7 +339,7 @@ void draw_faults(Random& random, Scenario& s) {
     for (int64_t n = pick(random, {0, 1, 1, 2, 3}); n > 0; --n) {
         Fault f{};
         f.kind = pick(random, {Trouble::bad_input, Trouble::tag, Trouble::counts, Trouble::drop, Trouble::bad_combine,
-                               Trouble::close, Trouble::death, Trouble::death, Trouble::stall});
+                               Trouble::destroy, Trouble::close, Trouble::death, Trouble::death, Trouble::stall});
         f.rank = static_cast<int>(random.below(s.ranks));
         f.round = static_cast<int>(random.below(rounds));
         f.which = random.below(8);
@@ -355,6 +357,7 @@ void draw_faults(Random& random, Scenario& s) {
         }
         s.faults.push_back(f);
     }
+    s.options.partial = random.one_in(3);
 }
 
 std::string text_of(const Scenario& s) {
@@ -362,10 +365,10 @@ std::string text_of(const Scenario& s) {
     const auto name = [&](const char* option) { return option_text(*find_option(option), o); };
     std::string text = fmt::format(
         "{} ranks, {} windows, H {}, K {}, E {}, {}, dispatch {}, combine {}, landing {}, path {}, depth {}, "
-        "rows_max {}, cell_rows {}, alignment {}{}\n",
+        "rows_max {}, cell_rows {}, alignment {}{}{}\n",
         s.ranks, s.world.reachable ? "reachable" : "unreachable", o.hidden, o.topk, o.experts, name("dtype"),
         name("dispatch_quant"), name("combine_quant"), name("landing"), name("combine_path"), o.depth, o.rows_max, o.cell_rows,
-        o.expert_alignment, o.deliver_weights ? ", weights delivered" : "");
+        o.expert_alignment, o.deliver_weights ? ", weights delivered" : "", o.partial ? ", partial" : "");
     if (s.table) {
         text += "slots hold experts";
         for (const int32_t expert : s.table->expert_of) text += fmt::format(" {}", expert);
@@ -402,12 +405,40 @@ std::string text_of(const Scenario& s) {
             case Trouble::counts: text += fmt::format("rank {} expects other rows in dispatch {}", f.rank, f.round + 1); break;
             case Trouble::drop: text += fmt::format("rank {} drops batch {}", f.rank, f.round + 1); break;
             case Trouble::bad_combine: text += fmt::format("rank {} gives combine {} bad input", f.rank, f.round + 1); break;
+            case Trouble::destroy:
+                text += fmt::format("rank {} destroys its handles of round {} unread", f.rank, f.round + 1);
+                break;
             case Trouble::close: text += fmt::format("rank {} closes before its call {}", f.rank, f.at + 1); break;
             case Trouble::death: text += fmt::format("rank {} dies at its step {}", f.rank, f.at); break;
             case Trouble::stall: text += fmt::format("rank {} stops at its step {} for {} ms", f.rank, f.at, f.ns / ms); break;
         }
     }
     return text;
+}
+
+// What combine sums for a rank when its ids go to `slots`.
+std::vector<std::byte> combined_of(const Scenario& s, const Values& values, const Round& round, int index, int rank,
+                                   const int32_t* slots) {
+    const Input& in = round.of[static_cast<size_t>(rank)];
+    return reference::combine(
+        s.slot_options(), {in.x.data(), in.tokens, slots, round.weighted ? in.weights.data() : nullptr}, rank,
+        [&](int source, int64_t t, int64_t k, int32_t) { return static_cast<const void*>(values.y(index, source, t, k)); },
+        round.with_shared ? in.shared.data() : nullptr);
+}
+
+// The rows of a rank become rows of zeroes that nobody sent.
+void blank(reference::Received& received, int source) {
+    const auto rows = static_cast<size_t>(received.rows);
+    for (size_t row = 0; row < rows; ++row) {
+        int32_t* info = received.assist_info_for_combine.data() + 3 * row;
+        if (info[0] != source) continue;
+        std::fill_n(info, 3, -1);
+        for (std::vector<std::byte>* bytes : {&received.expand_x, &received.dynamic_scales}) {
+            const size_t each = bytes->size() / rows;
+            std::fill_n(bytes->begin() + static_cast<std::ptrdiff_t>(row * each), each, std::byte{0});
+        }
+        if (!received.weights.empty()) received.weights[row] = 0;
+    }
 }
 
 void solve(const Scenario& s, const Values& values, Round& round, int index) {
@@ -421,7 +452,6 @@ void solve(const Scenario& s, const Values& values, Round& round, int index) {
     for (int r = 0; r < s.ranks; ++r) {
         const auto at = static_cast<size_t>(r);
         round.received.push_back(reference::dispatch(options, inputs, r));
-        reference::RankInput input = inputs[at];
         if (round.as_rows) {
             std::vector<std::byte>& rows = round.combined.emplace_back(round.of[at].ids.size() * values.row_bytes(), stale);
             for (size_t i = 0; i < round.of[at].ids.size(); ++i)
@@ -430,11 +460,7 @@ void solve(const Scenario& s, const Values& values, Round& round, int index) {
                                 values.row_bytes());
             continue;
         }
-        if (!round.weighted) input.topk_weights = nullptr;
-        round.combined.push_back(reference::combine(
-            options, input, r,
-            [&](int source, int64_t t, int64_t k, int32_t) { return static_cast<const void*>(values.y(index, source, t, k)); },
-            round.with_shared ? round.of[at].shared.data() : nullptr));
+        round.combined.push_back(combined_of(s, values, round, index, r, round.of[at].slots.data()));
     }
 }
 
@@ -447,7 +473,10 @@ struct Ending {
     int64_t held = 0;  // of that, while others had the processor in the middle of this rank's looks
     Code code = Code::ok;
     std::string text;
-    Status prior;  // that its dispatch carried to the others
+    Status prior;               // that its dispatch carried to the others
+    bool unread = false;        // its handle was destroyed
+    std::vector<uint8_t> lost;  // [R] option partial: ranks without which it has ended well
+    bool goes_without(int peer) const { return !lost.empty() && lost[static_cast<size_t>(peer)] != 0; }
 };
 
 // A dispatch or combine under way.
@@ -493,6 +522,7 @@ struct Player {
     std::vector<uint8_t> open, dropped;               // [rounds]
     std::vector<int64_t> drop_begun, drop_done;       // [rounds]
     std::vector<std::vector<std::byte>> y, out;       // [rounds]
+    std::vector<std::vector<int32_t>> missing;        // [rounds][T]
 
     bool ended() const { return state == State::closed || state == State::dead; }
     Slot& slot(int of_round) { return slots[(static_cast<size_t>(of_round) + 1) % slots.size()]; }
@@ -549,11 +579,13 @@ class Game {
     void take_end(Player& p, Call call);
     void note_end(Player& p, const char* what, int round, Ending& e, const Status& status);
     int64_t first_deadline(Player& p);
+    void destroy(Player& p, Call call);
     void drop(Player& p, int round);
     void close(Player& p);
 
     void fill_y(Player& p, int round);
     void check_batch(Player& p, int round);
+    void check_out(Player& p, int round, const char* what);
     void check_same(Player& p, int round, const char* what, const void* got, const void* want, size_t bytes);
 
     // The judge
@@ -658,6 +690,7 @@ Game::Game(const Play& play, Log& log) : log_(log), random_(play.seed) {
         p.drop_done.resize(n, std::numeric_limits<int64_t>::max());
         p.y.resize(n);
         p.out.resize(n);
+        p.missing.resize(n);
     }
     game = this;
 }
@@ -787,10 +820,13 @@ void Game::think(Player& p) {
             if (has_place && round(op.round).x_in_window) return begin_gate(p, op.round, op.waits);
             return begin_dispatch(p, op.round, round(op.round).of[static_cast<size_t>(p.rank)].x.data(), op.waits);
         }
-        case Op::Kind::wait_dispatch: return wait(p, Player::State::waiting, {true, op.round});
-        case Op::Kind::wait_combine:
-            if (p.combines[i].called) wait(p, Player::State::waiting, {false, op.round});
-            return;
+        case Op::Kind::wait_dispatch:
+        case Op::Kind::wait_combine: {
+            const Call call{op.kind == Op::Kind::wait_dispatch, op.round};
+            if (!p.ending(call).called) return;
+            if (scenario_.fault(Trouble::destroy, p.rank, op.round)) return destroy(p, call);
+            return wait(p, Player::State::waiting, call);
+        }
         case Op::Kind::combine:
         case Op::Kind::drop: break;
     }
@@ -866,7 +902,8 @@ void Game::begin_combine(Player& p, int of_round, bool waits) {
     const Round& r = round(of_round);
     const Input& in = r.of[static_cast<size_t>(p.rank)];
     p.out[i].assign(r.as_rows ? in.ids.size() * values_->row_bytes() : in.x.size(), stale);
-    CombineArgs args{.y = r.y_in_window ? nullptr : p.y[i].data()};
+    p.missing[i].assign(static_cast<size_t>(in.tokens), -1);
+    CombineArgs args{.y = r.y_in_window ? nullptr : p.y[i].data(), .missing = p.missing[i].data()};
     if (r.as_rows) {
         args.rows = p.out[i].data();
     } else {
@@ -1005,6 +1042,7 @@ void Game::end(Player& p, Call call, Progress progress) {
         status = call.is_dispatch ? slot.dispatch.status() : slot.combine.status();
         if (status.ok()) fail("rank {}: call of round {} failed without a reason", p.rank, call.round + 1);
     }
+    if (status.ok()) p.ending(call).lost = slot.flight.lost;
     note_end(p, call.is_dispatch ? "dispatch" : "combine", call.round, p.ending(call), status);
     if (!call.is_dispatch && slot.combine.untold())
         p.untold = Status(status.code(),
@@ -1051,9 +1089,7 @@ void Game::take_end(Player& p, Call call) {
         if (random_.one_in(2)) fill_y(p, call.round);  // as early as it may be
         return;
     }
-    solve(scenario_, *values_, round(call.round), call.round);
-    const std::vector<std::byte>& want = round(call.round).combined[static_cast<size_t>(p.rank)];
-    check_same(p, call.round, "out", p.out[i].data(), want.data(), want.size());
+    check_out(p, call.round, "out");
     log_.add(p.out[i].data(), p.out[i].size());
 }
 
@@ -1071,6 +1107,26 @@ void Game::end_gate(Player& p, Progress progress) {
     std::byte* place = world_->window(p.rank) + window_.slot(slot) + window_.x;
     std::copy(in.x.begin(), in.x.end(), place);
     begin_dispatch(p, of_round, place, p.x_waits);
+}
+
+// As the destructors of PendingDispatch and PendingCombine.
+void Game::destroy(Player& p, Call call) {
+    log_.note(world_->now(), "rank {} destroys a handle of round {}", p.rank, call.round + 1);
+    Ending& e = p.ending(call);
+    e.unread = true;
+    Player::Slot& slot = p.slot(call.round);
+    if (e.ended) {
+        if (call.is_dispatch && e.code == Code::ok) drop(p, call.round);
+        return;
+    }
+    std::erase_if(p.active, [&](const Call& c) { return c.round == call.round; });
+    if (call.is_dispatch)
+        slot.dispatch.withdraw(*p.engine, slot.flight);
+    else
+        slot.combine.abandon(*p.engine, slot.flight);
+    e.ended = true;
+    e.end = world_->now();
+    e.code = call.is_dispatch ? slot.dispatch.status().code() : Code::ok;
 }
 
 void Game::drop(Player& p, int of_round) {
@@ -1123,10 +1179,51 @@ void Game::check_same(Player& p, int of_round, const char* what, const void* got
          of_round + 1, at, bytes, std::to_integer<unsigned>(a[at]), std::to_integer<unsigned>(b[at]));
 }
 
-// The batch that lies in the window, against the reference.
+// What combine has written, against the reference: that of a routing without the slots of ranks which it went without.
+void Game::check_out(Player& p, int of_round, const char* what) {
+    const auto i = static_cast<size_t>(of_round), me = static_cast<size_t>(p.rank);
+    Round& r = round(of_round);
+    const Input& in = r.of[me];
+    const Ending& e = p.combines[i];
+    const Options options = scenario_.slot_options();
+    std::vector<int32_t> missing(static_cast<size_t>(in.tokens));
+    std::vector<int32_t> slots = in.slots;
+    for (int q = 0; q < scenario_.ranks; ++q) {
+        if (!e.goes_without(q)) continue;
+        if (const int64_t died_at = players_[static_cast<size_t>(q)].died_at; died_at < 0 || died_at > e.end)
+            fail("rank {}: combine {} goes without rank {}, which lived", p.rank, of_round + 1, q);
+        const ExpertRange range = experts_of(q, scenario_.ranks, options.experts);
+        for (size_t n = 0; n < slots.size(); ++n)
+            if (slots[n] >= range.first && slots[n] < range.last)
+                slots[n] = -1, ++missing[n / static_cast<size_t>(options.topk)];
+    }
+    check_same(p, of_round, "missing", p.missing[i].data(), missing.data(), missing.size() * sizeof(int32_t));
+    solve(scenario_, *values_, r, of_round);
+    std::vector<std::byte> want = r.combined[me];
+    if (slots != in.slots && r.as_rows)
+        for (size_t n = 0; n < slots.size(); ++n) {
+            if (slots[n] < 0)
+                std::memset(want.data() + n * values_->row_bytes(), std::to_integer<int>(stale), values_->row_bytes());
+        }
+    else if (slots != in.slots)
+        want = combined_of(scenario_, *values_, r, of_round, p.rank, slots.data());
+    check_same(p, of_round, what, p.out[i].data(), want.data(), want.size());
+}
+
+// The batch that lies in the window, against the reference: in it the rows of a rank without which it ended are nobody's.
 void Game::check_batch(Player& p, int of_round) {
     solve(scenario_, *values_, round(of_round), of_round);
-    const reference::Received& want = round(of_round).received[static_cast<size_t>(p.rank)];
+    const reference::Received& all = round(of_round).received[static_cast<size_t>(p.rank)];
+    const Ending& e = p.dispatches[static_cast<size_t>(of_round)];
+    std::optional<reference::Received> without;
+    for (int q = 0; q < scenario_.ranks; ++q) {
+        if (!e.goes_without(q)) continue;
+        if (const int64_t died_at = players_[static_cast<size_t>(q)].died_at; died_at < 0 || died_at > e.end)
+            fail("rank {}: dispatch {} goes without rank {}, which lived", p.rank, of_round + 1, q);
+        if (!without) without = all;
+        blank(*without, q);
+    }
+    const reference::Received& want = without ? *without : all;
     ep::Flight& f = p.flight(of_round);
     if (f.rows != want.rows)
         return fail("rank {}: round {} has {} rows, the reference {}", p.rank, of_round + 1, f.rows, want.rows);
@@ -1172,9 +1269,7 @@ void Game::judge() {
             if (!p.combines[at].ended) continue;
             judge_truth(p, "combine", i, p.combines[at], false);
             judge_told(p, i);
-            if (p.combines[at].code == Code::ok)
-                check_same(p, i, "out, at the end,", p.out[at].data(), round(i).combined[static_cast<size_t>(p.rank)].data(),
-                           p.out[at].size());
+            if (p.combines[at].code == Code::ok && !p.combines[at].unread) check_out(p, i, "out, at the end,");
         }
     }
     for (int i = 0; i < rounds(); ++i) {
@@ -1198,6 +1293,7 @@ void Game::judge_truth(const Player& p, const char* call, int of_round, const En
     const auto lie = [&] {
         fail("rank {}: {} of round {} has no cause for: {}: {}", p.rank, call, of_round + 1, code_name(e.code), e.text);
     };
+    if (dispatch && e.unread) return;  // nobody has heard the reason
     bool true_reason = false;
     switch (e.code) {
         case Code::ok: return;
@@ -1322,8 +1418,13 @@ void Game::judge_dispatch(int of_round) {
         closed = closed || (p.closed_at >= 0 && p.closed_at <= end);
     }
     if (must_end_all() && !in_time) fail("round {}: without a cause, not all ranks have dispatched it in time", of_round + 1);
-    // Whose combine fails at once, or who drops, may have closed while others still wait for rows: they may fail of that.
-    if (!in_time || (closed && verdict == Code::ok)) return;
+    // Whose combine fails at once, or who drops, may have closed while others still wait for rows: they may fail of that. Who
+    // destroys his handle leaves at any moment, and his word may stand where an earlier one about this epoch was.
+    bool unread = false;
+    for (const Player& p : players_)
+        for (size_t later = i; later < p.dispatches.size(); later += static_cast<size_t>(scenario_.options.depth))
+            unread = unread || p.dispatches[later].unread;
+    if (!in_time || unread || (closed && verdict == Code::ok)) return;
     const std::string& text = players_.front().dispatches[i].text;
     for (const Player& p : players_) {
         const Ending& e = p.dispatches[i];
@@ -1337,12 +1438,15 @@ void Game::judge_dispatch(int of_round) {
 void Game::judge_combine(int of_round) {
     const auto i = static_cast<size_t>(of_round);
     int64_t first = std::numeric_limits<int64_t>::max(), last = 0, end = 0, held = 0;
-    bool all_offered = true;  // called combine with good input
+    const auto offered = [&](const Player& p) {  // called combine with good input
+        return p.combines[i].called && !scenario_.fault(Trouble::bad_combine, p.rank, of_round);
+    };
+    bool all_offered = true;
     bool all_dispatched = true, all_end = true, dropped = false, refused = false;
     for (const Player& p : players_) {
         const Ending& e = p.combines[i];
         const bool bad = scenario_.fault(Trouble::bad_combine, p.rank, of_round) != nullptr;
-        all_offered = all_offered && e.called && !bad;
+        all_offered = all_offered && offered(p);
         all_dispatched = all_dispatched && p.dispatches[i].ended && p.dispatches[i].code == Code::ok;
         all_end = all_end && (e.ended || p.dropped[i]);
         dropped = dropped || p.dropped[i];
@@ -1358,9 +1462,12 @@ void Game::judge_combine(int of_round) {
             held = std::max(held, e.held);
         }
     }
-    for (const Player& p : players_)
-        if (p.combines[i].ended && p.combines[i].code == Code::ok && !all_offered)
-            fail("rank {}: combine {} succeeded, but not every rank has offered its rows", p.rank, of_round + 1);
+    for (const Player& p : players_) {
+        if (!p.combines[i].ended || p.combines[i].code != Code::ok || p.combines[i].unread || all_offered) continue;
+        for (const Player& q : players_)
+            if (!offered(q) && !p.combines[i].goes_without(q.rank))
+                fail("rank {}: combine {} succeeded, but rank {} has not offered its rows", p.rank, of_round + 1, q.rank);
+    }
 
     bool in_time = all_dispatched && all_end && last - first < scenario_.timeout_ns() / 2 && held < scenario_.timeout_ns() / 4;
     for (const Player& p : players_)
@@ -1371,7 +1478,7 @@ void Game::judge_combine(int of_round) {
     if (!in_time) return;
     for (const Player& p : players_) {
         const Ending& e = p.combines[i];
-        if (!e.called) continue;
+        if (!e.called || e.unread) continue;
         bool right = e.code == Code::ok;
         if (dropped || refused) {
             // A rank with bad input may have left a later epoch in this slot by now; then its word is about that one.

@@ -339,7 +339,11 @@ remove(14, "who left is not looked at", "src/ep/flags.cpp",
 remove(14, "rows of the dead stay as they are", "src/ep/dispatch.cpp",
        "        if (flight.lost[static_cast<size_t>(p)]) blank_rows_of(rank, flight, p);\n",
        "        if (flight.lost[static_cast<size_t>(p)] > 1) blank_rows_of(rank, flight, p);\n",
-       "Partial.ADeathBetweenCountsAndRowsBlanksTheDeadRanksRows")
+       "sim 3000", "Partial.ADeathBetweenCountsAndRowsBlanksTheDeadRanksRows")
+remove(14, "slots of the dead are not counted", "src/ep/combine.cpp",
+       "            missing[t] += owner >= 0 && flight.lost[static_cast<size_t>(owner)] != 0;\n",
+       "            missing[t] += owner >= 0 && flight.lost[static_cast<size_t>(owner)] > 1;\n",
+       "sim 3000", "Partial.ADeathBetweenCountsAndRowsBlanksTheDeadRanksRows")
 remove((14, 22), "a failed run is not ended", "tools/launch.cpp",
        "            kill_at = std::min(kill_at, Clock::now() + std::chrono::milliseconds(std::min(wait_ms, int64_t{1} << 40)));\n",
        "            kill_at = Clock::time_point::max() - std::chrono::milliseconds(std::min(wait_ms, int64_t{1}));\n",
@@ -490,6 +494,10 @@ remove(22, "close leaves batches open", "src/session.cpp",
        "",
        "EveryWay.SessionsAndBatchesDieInAnyOrder/PackedRead", "EveryWay.ClosedRankEndsTheOthersCombineAtOnce/PackedRead",
        "CApi.CloseMayBeCalledTwiceAndEndsEverything")
+remove(22, "a handle is destroyed in silence", "src/ep/dispatch.cpp",
+       "void DispatchStep::withdraw(Rank& rank, Flight& flight) {\n    if (phase_ == Phase::ended) return;\n",
+       "void DispatchStep::withdraw(Rank& rank, Flight& flight) {\n    if (phase_ != Phase::gate) return;\n",
+       "sim 3000", "Async.DestroyedDispatchIsGivenUpForAll/CallerPackedRead")
 remove(22, "a dropped batch counts as combined", "src/ep/combine.cpp",
        "Word::of(flight.epoch, layout::returned_dropped, rank.me())",
        "Word::of(flight.epoch, layout::returned_ok, rank.me())",

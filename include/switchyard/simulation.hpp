@@ -53,7 +53,8 @@ struct Report {
 };
 
 /// Plays one seed: up to 8 ranks, up to 5 rounds of dispatch and combine. Checks that
-///   - every result of every call that succeeds is the reference's, byte for byte, and stays so as long as it may be used;
+///   - every result of every call that succeeds is the reference's, byte for byte, and stays so as long as it may be used; with
+///     option partial that of a routing without the ranks which have died, and every slot of theirs is counted;
 ///   - a call fails only for a reason that is true, and names it: the rank that died, closed, gave up or has refused;
 ///   - what has failed on one rank after the others may have finished is told in its next dispatch;
 ///   - where all ranks make the same call in time, all get the same verdict, and a refused round does not hurt the next one;
