@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <tuple>
 
 #include "core/clock.hpp"
 #include "ep/routing.hpp"
@@ -120,6 +121,19 @@ Status check(const ExchangeOptions& o, int ranks) {
                 fmt::format("payload_bytes[{}] is {}; allowed: 1..{}.", p, o.payload_bytes[p], row_bytes_max / payloads_max));
     if (o.experts < 0 || (o.experts == 0 && ranks < 1))
         return bad(fmt::format("experts is {}; allowed: 0 (one per rank) or more.", o.experts));
+    // What a session would refuse in its own words.
+    for (const auto& [name, below, value] :
+         {std::tuple("topk", "topk", o.topk), std::tuple("items_max", "tokens_max", o.items_max),
+          std::tuple("rows_max", "rows_max", o.rows_max), std::tuple("group_ranks", "group_ranks", o.group_ranks),
+          std::tuple("depth", "depth", o.depth), std::tuple("workers", "workers", o.workers),
+          std::tuple("timeout_ms", "timeout_ms", o.timeout_ms)}) {
+        const OptionInfo& info = *find_option(below);
+        if (value < info.low || value > info.high)
+            return bad(fmt::format("{} is {}; allowed: {}..{}.", name, value, info.low, info.high));
+    }
+    if (o.items_max * o.topk >= int64_t{1} << 31)
+        return bad(fmt::format("items_max {} * topk {} = {} rows from one rank; allowed: fewer than 2^31.", o.items_max, o.topk,
+                               o.items_max * o.topk));
     return {};
 }
 

@@ -1,8 +1,11 @@
-// After opening, dispatch and combine allocate nothing: every allocation of this process is counted while rounds run.
+// What a session takes from the system. After opening, dispatch and combine allocate nothing: every allocation of this process
+// is counted while rounds run. And a thread that the system refuses is an error, whichever it is.
 //
-// malloc and its kin are replaced for this program, which covers operator new as well. A sanitizer brings its own, so there the
-// tests are skipped.
+// malloc and its kin are replaced for this program, which covers operator new as well, and so is pthread_create. A sanitizer
+// brings its own, so there the tests are skipped.
+#include <dlfcn.h>
 #include <malloc.h>
+#include <pthread.h>
 
 #include <barrier>
 #include <cerrno>
@@ -23,6 +26,7 @@ namespace {
 
 std::atomic<bool> counting{false};
 std::atomic<int64_t> allocations{0};
+std::atomic<int64_t> threads_until_refusal{-1};  // -1: none is refused
 
 #if SY_COUNT_ALLOCATIONS
 void count() {
@@ -68,6 +72,12 @@ int posix_memalign(void** p, size_t alignment, size_t bytes) {
 }
 void free(void* p) {
     __libc_free(p);
+}
+__attribute__((visibility("default"))) int pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
+                                                          void* (*start)(void*), void* argument) {
+    static const auto real = reinterpret_cast<decltype(&pthread_create)>(dlsym(RTLD_NEXT, "pthread_create"));
+    if (threads_until_refusal.load() >= 0 && threads_until_refusal.fetch_sub(1) == 0) return EAGAIN;
+    return real(thread, attributes, start, argument);
 }
 
 }  // extern "C"
@@ -295,6 +305,28 @@ TEST_F(Allocation, OneInTheRoundsWouldBeSeen) {
     const Problem p = make_problem(random, o, {4, 4});
     std::vector<Session> sessions = Session::open_local(o, 2);
     EXPECT_EQ(allocations_of_rounds(sessions, p, 10, true), 1);
+}
+
+// Each thread that opening starts is refused once: of open_local, of every rank's workers, and the progress worker.
+TEST(Threads, EachThatIsRefusedIsAnErrorOfOpening) {
+    if (!SY_COUNT_ALLOCATIONS) GTEST_SKIP() << "a sanitizer or another C library owns pthread_create";
+    Options o{.hidden = 8, .topk = 1, .experts = 2, .tokens_max = 1};
+    o.workers = 3;
+    o.progress = ProgressBy::worker;
+    int64_t refused = 0;
+    for (bool opened = false; !opened; ++refused) {
+        ASSERT_LE(refused, 8) << "two ranks have four helpers, two progress workers and two threads of open_local";
+        threads_until_refusal = refused;
+        std::vector<Session> sessions;
+        const Outcome end = outcome_of([&] { sessions = Session::open_local(o, 2); });
+        opened = threads_until_refusal.exchange(-1) >= 0;  // it has not come to that many
+        if (!opened) {
+            EXPECT_TRUE(is_error(end, Code::system, {"cannot be started"})) << "thread " << refused;
+        } else {
+            EXPECT_EQ(end.code, Code::ok) << end.text;
+            EXPECT_EQ(refused, 8);
+        }
+    }
 }
 
 }  // namespace

@@ -113,6 +113,15 @@ PlacementTable table_of(int64_t ranks, int64_t experts, std::vector<int32_t> exp
     return t;
 }
 
+TEST(PlacementTable, SlotsThatItDoesNotHaveBelongToNobody) {
+    EXPECT_TRUE(is_error(outcome_of([] { static_cast<void>(PlacementTable().rank_of(0)); }), Code::bad_input, {"slot 0"}));
+    const PlacementTable t = table_of(2, 2, {0, 1});
+    EXPECT_EQ(t.rank_of(1), 1);
+    for (const int64_t slot : {int64_t{-1}, int64_t{2}})
+        EXPECT_TRUE(
+            is_error(outcome_of([&] { static_cast<void>(t.rank_of(slot)); }), Code::bad_input, {"2 slots and 2 ranks"}));
+}
+
 TEST(PlacementTable, GivesASlotToTheRankThatWouldOwnSuchAnExpert) {
     for (int64_t ranks = 1; ranks <= 9; ++ranks)
         for (int64_t slots = 1; slots <= 30; ++slots) {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <tuple>
 
@@ -429,7 +430,20 @@ TEST(Exchange, OptionsThatCannotBeAreRefused) {
     EXPECT_TRUE(is_error(open({.payload_bytes = std::vector<int64_t>(9, 1), .items_max = 1}), Code::bad_input, {"9 payloads"}));
     EXPECT_TRUE(is_error(open({.payload_bytes = {4, 0}, .items_max = 1}), Code::bad_input, {"payload_bytes[1]"}));
     EXPECT_TRUE(is_error(open({.payload_bytes = {4}, .experts = -1}), Code::bad_input, {"experts"}));
-    EXPECT_TRUE(is_error(open({.payload_bytes = {4}, .topk = 0}), Code::bad_input, {"topk"}));
+    EXPECT_TRUE(is_error(open({.payload_bytes = {4}, .topk = 0}), Code::bad_input, {"exchange: topk is 0", "1..4096"}));
+    constexpr int64_t most = std::numeric_limits<int64_t>::max();
+    EXPECT_TRUE(
+        is_error(open({.payload_bytes = {4, 4}, .topk = most, .items_max = 1}), Code::bad_input, {"exchange: topk is 9"}));
+    EXPECT_TRUE(
+        is_error(open({.payload_bytes = {4}, .items_max = -1}), Code::bad_input, {"exchange: items_max is -1; allowed: 0"}));
+    EXPECT_TRUE(is_error(open({.payload_bytes = {4}, .items_max = most}), Code::bad_input, {"exchange: items_max"}));
+    EXPECT_TRUE(is_error(open({.payload_bytes = {4}, .topk = 2, .items_max = int64_t{1} << 30}), Code::bad_input,
+                         {"items_max 1073741824 * topk 2 = 2147483648 rows"}));
+    EXPECT_TRUE(is_error(open({.payload_bytes = {4}, .rows_max = -1}), Code::bad_input, {"exchange: rows_max is -1"}));
+    EXPECT_TRUE(
+        is_error(open({.payload_bytes = {4}, .depth = 65}), Code::bad_input, {"exchange: depth is 65; allowed: 1..64"}));
+    EXPECT_TRUE(is_error(open({.payload_bytes = {4}, .workers = 0}), Code::bad_input, {"exchange: workers is 0"}));
+    EXPECT_TRUE(is_error(open({.payload_bytes = {4}, .timeout_ms = 0}), Code::bad_input, {"exchange: timeout_ms is 0"}));
     const ExchangeOptions four{.payload_bytes = {4}, .items_max = 1}, eight{.payload_bytes = {8}, .items_max = 1};
     EXPECT_TRUE(is_error(outcome_of([&] { Exchange::open_local(std::vector{four, eight}); }), Code::mismatch, {"rank 1"}));
     // The same bytes in all, cut differently: nothing but their own names tells them apart.
@@ -438,7 +452,7 @@ TEST(Exchange, OptionsThatCannotBeAreRefused) {
                              Exchange::open_local(std::vector{a, b});
                          }),
                          Code::mismatch, {"payload_bytes", "rank 1"}));
-    const ExchangeOptions endless{.payload_bytes = {3, 5}, .topk = 4096, .items_max = (int64_t{1} << 31) - 1};
+    const ExchangeOptions endless{.payload_bytes = {500'000'000, 5}, .items_max = (int64_t{1} << 31) - 1};
     if (slowness == 1) {  // a sanitizer ends the process instead
         EXPECT_TRUE(is_error(open(endless), Code::system, {"items_max"}));
     }

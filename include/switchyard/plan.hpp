@@ -36,7 +36,7 @@ struct SY_API PlacementTable {
     ReplicaChoice choice = ReplicaChoice::round_robin;
 
     int64_t slots() const { return static_cast<int64_t>(expert_of.size()); }
-    /// Rank that owns a slot of 0..S-1.
+    /// Rank that owns a slot. Throws bad_input when it is none of 0..S-1, or the table is for no ranks.
     int64_t rank_of(int64_t slot) const;
 
     /// Whether every expert of 0..E-1 has a slot, no rank holds one twice, and parts are in range. bad_input names the slot.

@@ -49,6 +49,8 @@ void check_loads(const char* call, std::span<const uint64_t> loads, int64_t expe
 // ----------------------------------------------------------------------------------------------------------------- table
 
 int64_t PlacementTable::rank_of(int64_t slot) const {
+    if (ranks < 1 || slot < 0 || slot >= slots())
+        refuse(fmt::format("rank_of: slot {} of a placement table for {} slots and {} ranks.", slot, slots(), ranks));
     const int64_t each = slots() / ranks, extra = slots() % ranks;  // the first `extra` ranks have one more
     return slot < extra * (each + 1) ? slot / (each + 1) : extra + (slot - extra * (each + 1)) / each;
 }
