@@ -167,7 +167,7 @@ Run::Run(const std::vector<json>& lines) {
         } else if (line.contains("step")) {
             continue;  // of a curve: the page finds the steps itself
         } else {
-            throw Mistake(fmt::format("line {}: neither a result, a bar nor a line of the seed's table", i + 1));
+            throw Mistake(fmt::format("line {}: neither a result, a bar nor a line of the sample's table", i + 1));
         }
     }
     if (rows.empty() && bars.empty() && seeds.empty()) throw Mistake("there is no result among the lines");

@@ -1,5 +1,5 @@
 // A run, read back from the lines that --json prints: one JSON object each, the machine's first, then results, bars and the
-// seed's table. Fields that are not known here are left alone.
+// sample's table. Fields that are not known here are left alone.
 #pragma once
 
 #include <cstddef>

@@ -234,6 +234,16 @@ class Play {
         args.tag = lacks & 64 ? in_.word() : 0;
         args.timeout_ms = lacks & 128 ? std::min<int64_t>(in_.number(), 2) : 1;
         if (open.ranks > 1 && args.timeout_ms == 0) args.timeout_ms = 1;
+        std::vector<int64_t> sends(static_cast<size_t>(open.experts)), receives(static_cast<size_t>(open.ranks));
+        if ((lacks & 96) == 96) {  // right, or one of them anything
+            for (const int32_t id : ids)
+                if (id >= 0 && id < open.experts) ++sends[static_cast<size_t>(id)];
+            if (in_.flag() && !sends.empty())
+                sends[static_cast<size_t>(in_.below(static_cast<int>(open.experts)))] = in_.number();
+            receives.assign(receives.size(), in_.number());
+            args.send_counts = in_.flag() ? sends.data() : nullptr;
+            args.recv_counts = in_.flag() ? receives.data() : nullptr;
+        }
         Sized<sy_dispatch_args> sized(in_, args);
         sy_batch* ticket = in_.below(16) == 0 ? nullptr : &some_ticket();
         const int32_t code = judged(sy_dispatch(open.session, sized.get(), ticket));
@@ -261,7 +271,9 @@ class Play {
         args.y = lacks & 1 ? y.data() : nullptr;
         args.topk_weights = lacks & 2 ? weights.data() : nullptr;
         args.shared = lacks & 4 ? shared.data() : nullptr;
-        args.out = (lacks & 56) == 56 ? nullptr : out.data();
+        std::vector<std::byte> home(of == nullptr ? 0 : out.size() * static_cast<size_t>(of->topk));
+        args.out = (lacks & 56) == 56 || (lacks & 56) == 40 ? nullptr : out.data();
+        args.rows = (lacks & 40) == 40 ? home.data() : nullptr;  // alone, with out, or with weights
         args.missing = lacks & 64 ? missing.data() : nullptr;
         args.timeout_ms = lacks & 128 ? std::min<int64_t>(in_.number(), 2) : 1;
         if (args.timeout_ms == 0) args.timeout_ms = 1;

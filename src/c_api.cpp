@@ -224,12 +224,15 @@ void store_options(sy_options* given, const Options& options) {
     const sy_options c = to_c(options);
     const sy_options defaults = to_c(Options{});
     const size_t size = given->struct_size;
-    for (size_t i = 0; i < std::size(fields); ++i)
-        if (sizeof(size_t) + (i + 1) * sizeof(int64_t) > size && c.*fields[i].field != defaults.*fields[i].field)
+    for (const Field& f : fields) {
+        const auto end =
+            static_cast<size_t>(reinterpret_cast<const std::byte*>(&(c.*f.field) + 1) - reinterpret_cast<const std::byte*>(&c));
+        if (end > size && c.*f.field != defaults.*f.field)
             refuse(Code::bad_input,
                    fmt::format("option {}: this caller's sy_options has {} bytes and no room for it. Compile the "
                                "caller with the library's switchyard.h.",
-                               fields[i].name, size));
+                               f.name, size));
+    }
     write_struct(given, size, c);
 }
 
@@ -287,7 +290,9 @@ DispatchArgs dispatch_args(const sy_dispatch_args* given, const char* what) {
             .topk_ids = known.topk_ids,
             .topk_weights = known.topk_weights,
             .tag = known.tag,
-            .timeout_ms = known.timeout_ms};
+            .timeout_ms = known.timeout_ms,
+            .send_counts = known.send_counts,
+            .recv_counts = known.recv_counts};
 }
 CombineArgs combine_args(const sy_combine_args* given, const char* what) {
     const sy_combine_args known = read_struct(given, what);
@@ -295,6 +300,7 @@ CombineArgs combine_args(const sy_combine_args* given, const char* what) {
             .topk_weights = known.topk_weights,
             .shared = known.shared,
             .out = known.out,
+            .rows = known.rows,
             .timeout_ms = known.timeout_ms,
             .missing = known.missing};
 }

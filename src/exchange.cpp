@@ -430,18 +430,22 @@ std::span<const int32_t> Received::source_info() const {
     return batch_.assist_info_for_combine();
 }
 std::span<const int64_t> Received::recv_counts() const {
+    static_cast<void>(parts());  // stale?
     return recv_counts_;
 }
 std::span<const int64_t> Received::recv_offsets() const {
     return batch_.expert_offsets();
 }
 std::span<const int64_t> Received::send_counts() const {
+    static_cast<void>(parts());  // stale?
     return send_counts_;
 }
 std::span<const int64_t> Received::send_offsets() const {
+    static_cast<void>(parts());  // stale?
     return send_offsets_;
 }
 std::span<const int64_t> Received::permutation() const {
+    static_cast<void>(parts());  // stale?
     return permutation_;
 }
 uint64_t Received::epoch() const {

@@ -359,6 +359,58 @@ TEST(CApi, AnOptionThatAnOlderCallerCannotHoldIsRefused) {
     EXPECT_EQ(init.struct_size, offsetof(sy_options, depth));
 }
 
+TEST(CApi, EveryFieldOfTheOptionsIsRefusedExactlyByCallersWhoseStructEndsBeforeIt) {
+    const struct {
+        const char* name;
+        const char* text;
+        size_t at;
+    } last[] = {{"rows_max", "3", offsetof(sy_options, rows_max)},       {"partial", "yes", offsetof(sy_options, partial)},
+                {"workers", "3", offsetof(sy_options, workers)},         {"jitter_us", "3", offsetof(sy_options, jitter_us)},
+                {"group_ranks", "3", offsetof(sy_options, group_ranks)}, {"progress", "worker", offsetof(sy_options, progress)},
+                {"cell_rows", "3", offsetof(sy_options, cell_rows)}};
+    for (const auto& f : last) {
+        SCOPED_TRACE(f.name);
+        sy_options options = small_options();
+        options.struct_size = f.at;
+        EXPECT_REFUSED(SY_BAD_INPUT, "no room for it", sy_options_set(&options, f.name, f.text));
+        options.struct_size = f.at + sizeof(int64_t);
+        EXPECT_DONE(sy_options_set(&options, f.name, f.text));
+        int64_t value = 0;
+        std::memcpy(&value, reinterpret_cast<const std::byte*>(&options) + f.at, sizeof value);
+        EXPECT_NE(value, 0);
+    }
+}
+
+TEST(CApi, CountsAreComparedAndRowsComeHomeAsTheyAre) {
+    const sy_options options = small_options();
+    sy_session* session = nullptr;
+    ASSERT_DONE(sy_open_local(&options, 1, &session));
+    OneToken token(0);  // experts 0 and 3
+    const int64_t sends[] = {1, 0, 0, 1}, wrong_sends[] = {1, 0, 1, 1}, receives[] = {2}, wrong_receives[] = {1};
+    sy_dispatch_args args = token.args();
+    sy_batch batch;
+    args.send_counts = wrong_sends;
+    EXPECT_REFUSED(SY_MISMATCH, "send_counts[2] is 1", sy_dispatch(session, &args, &batch));
+    args.send_counts = sends;
+    args.recv_counts = wrong_receives;
+    EXPECT_REFUSED(SY_MISMATCH, "rank 0", sy_dispatch(session, &args, &batch));
+    args.recv_counts = receives;
+    ASSERT_DONE(sy_dispatch(session, &args, &batch));
+    sy_batch_view view = sized<sy_batch_view>();
+    ASSERT_DONE(sy_batch_get(&batch, &view));
+    ASSERT_EQ(view.rows, 2);
+    float y[2][8];
+    for (int row = 0; row < 2; ++row)
+        for (int i = 0; i < 8; ++i) y[row][i] = static_cast<float>(100 * row + i);
+    float rows[2][8] = {};
+    sy_combine_args home = sized<sy_combine_args>();
+    home.y = y;
+    home.rows = rows;
+    ASSERT_DONE(sy_combine(session, &batch, &home));
+    EXPECT_EQ(std::memcmp(rows, y, sizeof y), 0);
+    EXPECT_DONE(sy_free(&session));
+}
+
 TEST(CApi, ANewerCallerMustLeaveUnknownFieldsZero) {
     struct NewerOptions {
         sy_options known;

@@ -513,6 +513,10 @@ TEST(Exchange, RowsOfAnotherExchangeAndRowsSentBackAreStale) {
     a[0].send_back(got, {.payloads = {&home}});
     EXPECT_EQ(home, 7);
     EXPECT_TRUE(is_error(outcome_of([&] { got.payload(0); }), Code::stale));
+    EXPECT_TRUE(is_error(outcome_of([&] { got.recv_counts(); }), Code::stale));
+    EXPECT_TRUE(is_error(outcome_of([&] { got.send_counts(); }), Code::stale));
+    EXPECT_TRUE(is_error(outcome_of([&] { got.send_offsets(); }), Code::stale));
+    EXPECT_TRUE(is_error(outcome_of([&] { got.permutation(); }), Code::stale));
     EXPECT_TRUE(is_error(outcome_of([&] { a[0].send_back(got, {.payloads = {&home}}); }), Code::stale));
     EXPECT_TRUE(is_error(outcome_of([&] { Received().rows(); }), Code::stale));
 }

@@ -90,7 +90,8 @@ struct SendBackArgs {
     int64_t timeout_ms = 0;
 };
 
-/// What one rank received in one send: views into the window, valid until send_back or destruction; stale after that.
+/// What one rank received in one send: views into the window, valid until send_back or destruction; every accessor but epoch()
+/// throws stale after that.
 class SY_API Received {
  public:
     Received() = default;

@@ -51,7 +51,7 @@ struct Window {
     int ranks = 0;
     int64_t process = 0;  ///< id of the rank's process in its own process namespace
     uint64_t bytes = 0;
-    Options options;  ///< what decides the layout; the rest has its default. combine_path is push or automatic
+    Options options;  ///< what decides the layout; the rest has its default. combine_path is read or automatic
 };
 inline constexpr size_t header_bytes = 136;
 

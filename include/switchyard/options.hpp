@@ -16,8 +16,8 @@ namespace switchyard {
 struct Options {
     // ---- shape: equal on all ranks
     int64_t hidden = 0;      ///< H, width of a token, >= 1
-    int64_t topk = 0;        ///< K, experts per token, >= 1
-    int64_t experts = 0;     ///< E, routed experts of the whole group, >= 1; the first E mod R ranks own one more
+    int64_t topk = 0;        ///< K, experts per token, 1..4096
+    int64_t experts = 0;     ///< E, routed experts of the whole group, 1..2^20; the first E mod R ranks own one more
     int64_t tokens_max = 0;  ///< the most tokens any rank passes to one dispatch, >= 0
     TokenType dtype = TokenType::f16;
 
@@ -66,7 +66,7 @@ struct Options {
 /// One line of the table. Values are integers; an option with `values` is an enum or a number with a name for each value.
 struct OptionInfo {
     const char* name;   ///< field of Options and key of case.json, e.g. "dispatch_quant"
-    const char* flags;  ///< on the command line, aliases after a comma, e.g. "--topk,--k"
+    const char* flags;  ///< on the command line, aliases after a comma, e.g. "--topk,--k"; timeout_ms is --timeout S there
     const char* unit;   ///< "rows", "ms", or "" for a choice
     bool agreed;        ///< must be equal on all ranks
     int64_t low, high;  ///< allowed, both included

@@ -9,8 +9,8 @@
 //
 // All ranks make the same calls in the same order. Calls of one session come from one thread at a time; different sessions
 // are independent. dispatch and combine allocate nothing, wait at most until their deadline, and throw Error: every rank of
-// the group then gets an error too, and the session goes on with the next dispatch; after peer_lost and peer_closed with
-// shrink().
+// the group then gets an error too, at the latest in its next dispatch, and the session goes on with the next dispatch; after
+// peer_lost and peer_closed with shrink(). stale and depth are about this rank's call alone.
 #pragma once
 
 #include <cstddef>
@@ -94,7 +94,7 @@ struct ShrinkArgs {
 };
 
 /// The rows this rank received in one dispatch. Views into the window, no copy: valid until combine or destruction; every
-/// accessor throws stale after that. Nothing here allocates or waits.
+/// accessor but epoch() throws stale after that. Nothing here allocates or waits (for the progress worker's turn at most).
 /// Destroying a batch that was not combined drops it: the other ranks' combine of it fails at once with peer_left.
 class SY_API ExpertBatch {
  public:
@@ -152,9 +152,12 @@ class SY_API ExpertBatch {
 /// What a session has done since it opened, on this rank.
 struct SessionStats {
     uint64_t dispatches = 0, combines = 0;
-    uint64_t rows_sent = 0;         ///< (token, k) pairs written by dispatch, own rank included
-    uint64_t rows_received = 0;     ///< without pad rows
-    uint64_t bytes_sent = 0;        ///< payload, scales, source info written by dispatch, own rank included
+    uint64_t rows_sent = 0;      ///< (token, k) pairs sent by dispatch, own rank included
+    uint64_t rows_received = 0;  ///< without pad rows
+    /// Written by dispatch, own rank included: with packed and padded payload, scales, source info and weights of every row,
+    /// with alltoallv whole places of its blocks, with in_place, allgather and two_level each token once per group that reads
+    /// it, and its ids.
+    uint64_t bytes_sent = 0;
     uint64_t bytes_sent_peers = 0;  ///< the part of it that went to other ranks
     uint64_t bytes_home = 0;        ///< bytes of experts' rows read (or pushed) by combine
     int64_t wait_ns_counts = 0;     ///< waiting for the peers' counts (and for a slot)
@@ -177,7 +180,8 @@ class SY_API Session {
  public:
     /// Opens this rank's session: meets the others, compares every agreed option, maps the windows. Allocates everything;
     /// waits at most options.timeout_ms. Every rank of the group gets the same outcome. Throws Error: bad_input,
-    /// mismatch (ranks disagree; names both and the option), timed_out, peer_lost, system.
+    /// mismatch (ranks disagree; names both and the option), capacity (a window beyond what can be addressed), timed_out,
+    /// peer_lost, corrupt (a rank does not follow the format), system.
     static Session open(const Options& options, const Group& group);
 
     /// The same with experts placed by a table, for its number of ranks and options.experts experts. topk_ids go on naming

@@ -1,4 +1,5 @@
-/* Switchyard from C, and from everything that calls C: the interface of session.hpp, call for call.
+/* Switchyard from C, and from everything that calls C: session.hpp and exchange.hpp, call for call, but for the parts of a
+ * dispatch that is under way (counts, rows of one expert), the trace, the pipeline and expert memory.
  *
  *   sy_options options;
  *   sy_options_init(&options, sizeof options);
@@ -28,9 +29,11 @@
  * 5. All ranks make the same calls in the same order. Calls of one session, its batches included, come from one thread at a
  *    time; different sessions are independent.
  * 6. Opening allocates everything. sy_dispatch, sy_combine and the functions of a batch allocate nothing unless they fail.
- *    Only sy_open*, sy_session_x, sy_dispatch, sy_combine, sy_wait, sy_take and sy_shrink wait, until their deadline at most.
- * 7. After an error of sy_dispatch or sy_combine every rank of the group gets one too, and (except after SY_PEER_LOST and
- *    SY_PEER_CLOSED) the session goes on with the next dispatch.
+ *    Only sy_open*, sy_session_x, sy_dispatch, sy_combine, sy_wait, sy_take, sy_shrink, and of an exchange sy_exchange_open*,
+ *    sy_exchange_send, sy_exchange_alltoallv and sy_exchange_send_back wait, until their deadline at most.
+ * 7. After an error of sy_dispatch or sy_combine every rank of the group gets one too, at the latest in its next dispatch, and
+ *    (except after SY_PEER_LOST and SY_PEER_CLOSED) the session goes on with the next dispatch. SY_STALE and SY_DEPTH are about
+ *    this rank's call alone.
  */
 #ifndef SWITCHYARD_SWITCHYARD_H
 #define SWITCHYARD_SWITCHYARD_H
@@ -173,7 +176,7 @@ typedef struct sy_options {
 typedef struct sy_option_info {
     size_t struct_size;
     const char* name;   /* field of sy_options */
-    const char* flags;  /* on the command line, aliases after a comma */
+    const char* flags;  /* on the command line, aliases after a comma; for timeout_ms that is --timeout, in seconds */
     const char* unit;   /* "rows", "ms", or "" for a choice */
     const char* values; /* names of a choice, "f16=0 bf16=1 f32=2"; "" for a number */
     const char* help;
@@ -216,7 +219,8 @@ typedef struct sy_group {
     size_t struct_size;
     int32_t rank;
     int32_t size;
-    const char* name;  /* equal on all ranks, different for groups that live at the same time; null = "default" */
+    const char* name;  /* equal on all ranks; groups that open at the same time on one host have different names, sessions of
+                          one group may have the same if all ranks open them in the same order; null = "default" */
     const char* token; /* equal on all ranks; a process without it is refused; null = "" */
 } sy_group;
 
@@ -235,9 +239,11 @@ typedef struct sy_stats {
     size_t struct_size;
     uint64_t dispatches;
     uint64_t combines;
-    uint64_t rows_sent;        /* (token, k) pairs written by dispatch, own rank included */
+    uint64_t rows_sent;        /* (token, k) pairs sent by dispatch, own rank included */
     uint64_t rows_received;    /* without pad rows */
-    uint64_t bytes_sent;       /* payload, scales, source info written by dispatch, own rank included */
+    uint64_t bytes_sent;       /* written by dispatch, own rank included: with packed and padded payload, scales, source info
+                                  and weights of every row, with alltoallv whole places of its blocks, with in_place, allgather
+                                  and two_level each token once per group that reads it, and its ids */
     uint64_t bytes_sent_peers; /* the part of it that went to other ranks */
     uint64_t bytes_home;       /* bytes of experts' rows read (or pushed) by combine */
     int64_t wait_ns_counts;    /* waiting for the peers' counts (and for a slot) */
@@ -278,7 +284,8 @@ SY_API int32_t sy_placement_check(const sy_placement* placement);
 SY_API int32_t sy_placement_hash(const sy_placement* placement, uint64_t* hash);
 
 /* Plans a placement for loads [experts], and fills expert_of [slots] and parts [slots] (all 1 for equal shares).
- * ranks_per_group and expert_groups: 0 = one group of all. The same on every rank that asks with the same loads. */
+ * ranks_per_group: 0 = one group of all ranks; expert_groups: 0 = each expert its own. The same on every rank that asks with
+ * the same loads. */
 SY_API int32_t sy_plan_placement(const uint64_t* loads, int64_t experts, int64_t ranks, int64_t slots, int64_t ranks_per_group,
                                  int64_t expert_groups, int64_t choice, int32_t* expert_of, int32_t* parts);
 
@@ -330,13 +337,17 @@ typedef struct sy_batch {
 
 typedef struct sy_dispatch_args {
     size_t struct_size;
-    const void* x;             /* [T,H] of options.dtype; rows are dense inside, at any address */
-    int64_t tokens;            /* T, 0..tokens_max; may differ between ranks */
-    int64_t row_stride;        /* elements from one row of x to the next; 0 = hidden */
-    const int32_t* topk_ids;   /* [T,K], 0..experts-1, or -1 for an unused slot */
-    const float* topk_weights; /* [T,K]; needed only with options.deliver_weights */
-    uint64_t tag;              /* if set, must be equal on all ranks: (layer, step), say */
-    int64_t timeout_ms;        /* deadline of this call; 0 = the session's */
+    const void* x;              /* [T,H] of options.dtype; rows are dense inside, at any address */
+    int64_t tokens;             /* T, 0..tokens_max; may differ between ranks */
+    int64_t row_stride;         /* elements from one row of x to the next; 0 = hidden */
+    const int32_t* topk_ids;    /* [T,K], 0..experts-1, or -1 for an unused slot */
+    const float* topk_weights;  /* [T,K]; needed only with options.deliver_weights */
+    uint64_t tag;               /* if set, must be equal on all ranks: (layer, step), say */
+    int64_t timeout_ms;         /* deadline of this call; 0 = the session's */
+    const int64_t* send_counts; /* [E] if set: rows this rank sends to each expert; what topk_ids do not say is a mismatch on
+                                   all ranks */
+    const int64_t* recv_counts; /* [R] if set: rows this rank expects from each rank; anything else is a mismatch on all ranks
+                                   that names the pair */
 } sy_dispatch_args;
 
 typedef struct sy_combine_args {
@@ -348,6 +359,8 @@ typedef struct sy_combine_args {
     int64_t timeout_ms;        /* deadline of this call; 0 = the session's */
     int32_t* missing;          /* [T] if set: slots of each token that contributed nothing because their expert's rank has
                                   died (option partial) */
+    void* rows;                /* instead of out: [T,K,H] of options.dtype, each slot's row as its expert left it, not summed:
+                                  without topk_weights and shared. Unused slots are left alone */
 } sy_combine_args;
 
 /* Views of a batch into the window, no copy: valid until sy_combine, sy_drop, sy_close or sy_free. */
@@ -424,8 +437,8 @@ SY_API int32_t sy_drop(sy_batch* batch);
 SY_API int32_t sy_batch_get(const sy_batch* batch, sy_batch_view* view);
 
 /* The rows in one piece, in their wire format: *expand_x [N,H], rows by (local expert, source rank, token, k); *dynamic_scales
- * [N,S], null without quantisation. dynamic_scales may be null when they are not wanted. With landing in_place the first call
- * copies all rows here: prefer sy_batch_row() or sy_batch_gather(). */
+ * [N,S], null without quantisation. dynamic_scales may be null when they are not wanted. With landing in_place, allgather and
+ * two_level the first call copies all rows here: prefer sy_batch_row() or sy_batch_gather(). */
 SY_API int32_t sy_batch_expand_x(const sy_batch* batch, const void** expand_x, const void** dynamic_scales);
 
 /* Row i of 0..N-1 in its wire format, wherever the landing keeps it: *payload [H] elements, *scales [S] or null. `scales` may

@@ -57,7 +57,7 @@ enum class Landing : int32_t {
     automatic = 0,
     packed = 1,     ///< counts first, then every row straight to its final place
     padded = 2,     ///< a fixed place per (expert, source), no counts needed first; gaps closed by a copy
-    in_place = 3,   ///< only counts and source info move; rows stay at home, encoded once per token, and are read there
+    in_place = 3,   ///< only counts and topk_ids are told; rows stay at home, encoded once per token, and are read there
     allgather = 4,  ///< each token once to every rank that owns one of its experts, which picks its rows from there
     two_level = 5,  ///< each token once to every group of ranks (option group_ranks) with one of its experts; read there
     alltoallv = 6,  ///< rows packed by owner, one block to each, put in order there
