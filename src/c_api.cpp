@@ -33,6 +33,7 @@ struct sy_exchange {
 struct sy_received {
     Received rows;
     size_t payloads;
+    const sy_exchange* of;
 };
 
 namespace {
@@ -1003,7 +1004,7 @@ Args read_send(sy_exchange* exchange, const Args* args, sy_received** received, 
 }
 
 sy_received* kept(const sy_exchange* exchange, Received&& rows) {
-    return new sy_received{std::move(rows), exchange->exchange.options().payload_bytes.size()};
+    return new sy_received{std::move(rows), exchange->exchange.options().payload_bytes.size(), exchange};
 }
 
 }  // namespace
@@ -1109,6 +1110,8 @@ int32_t sy_exchange_send_back(sy_exchange* exchange, sy_received** received, con
         need(exchange, "sy_exchange_send_back: exchange");
         need(received, "sy_exchange_send_back: received");
         need(*received, "sy_exchange_send_back: *received");
+        if ((*received)->of != exchange)  // they stay what they are, whatever the rest of the call
+            refuse(Code::stale, "sy_exchange_send_back: of rows that another exchange received.");
         const auto use_up = [&] {
             delete *received;
             *received = nullptr;

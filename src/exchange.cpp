@@ -221,6 +221,8 @@ struct Exchange::Impl {
         const auto bad = [&](std::string text) {
             return Status(Code::bad_input, fmt::format("rank {}: {}", session.rank(), text));
         };
+        if (args.timeout_ms < 0)
+            return bad(fmt::format("timeout_ms is {}; allowed: 0 (the exchange's) or milliseconds.", args.timeout_ms));
         if (args.items < 0 || args.items > options.items_max)
             return bad(fmt::format("items is {}; allowed: 0..{} (items_max).", args.items, options.items_max));
         if (args.items == 0) return {};
@@ -256,10 +258,12 @@ Exchange Exchange::open(const ExchangeOptions& options, const Group& group) {
 }
 
 std::vector<Exchange> Exchange::open_local(const ExchangeOptions& options, int ranks) {
+    Session::check_ranks_of_open_local(ranks);
     return open_local(std::vector<ExchangeOptions>(static_cast<size_t>(std::max(ranks, 0)), options));
 }
 
 std::vector<Exchange> Exchange::open_local(std::span<const ExchangeOptions> options) {
+    Session::check_ranks_of_open_local(static_cast<int64_t>(options.size()));
     const auto ranks = static_cast<int>(options.size());
     std::vector<Options> below;
     std::vector<uint64_t> rows;

@@ -313,6 +313,7 @@ struct Operation {
     ep::Flight* flight = nullptr;
 
     DispatchArgs dispatch_args;
+    Status refusal;  // of the caller, which this dispatch carries to the others
     CombineArgs combine_args;
     ep::DispatchStep dispatch;
     ep::CombineStep combine;
@@ -402,7 +403,7 @@ struct Session::Impl {
         if (connected) link->nudge();  // it may sleep for flags
     }
 
-    Operation& post_dispatch(const DispatchArgs& args);
+    Operation& post_dispatch(const DispatchArgs& args, const Status& refusal = {});
     Operation& post_combine(ExpertBatch& batch, const CombineArgs& args);
     void post(Operation& op);
     void begin(Operation& op);
@@ -418,7 +419,7 @@ struct Session::Impl {
     bool wait_until(int64_t until_ns, Ready ready, Operation& op);
     void take_end(Operation& op);
     void withdraw(Operation& op, Code code);
-    bool begin_posted(uint32_t& seen);
+    void begin_posted();
     void serve();
 
     static std::shared_ptr<Impl> open(const Options& options, std::unique_ptr<Transport> link, const PlacementTable* table,
@@ -613,7 +614,13 @@ Session Session::open_rows(const Options& options, const Group& group, uint64_t 
     return Session(Impl::open(options, transport_of(group), nullptr, rows, refusal));
 }
 
+void Session::check_ranks_of_open_local(int64_t ranks) {
+    if (ranks < 1 || ranks > ranks_max)
+        throw Error(Status(Code::bad_input, fmt::format("open_local: {} ranks; allowed: 1..{}.", ranks, ranks_max)));
+}
+
 std::vector<Session> Session::open_local(const Options& options, int ranks) {
+    check_ranks_of_open_local(ranks);
     return open_local(std::vector<Options>(static_cast<size_t>(std::max(ranks, 0)), options));
 }
 
@@ -630,8 +637,7 @@ std::vector<Session> Session::open_local(std::span<const Options> options, std::
 std::vector<Session> Session::open_local_rows(std::span<const Options> options, std::span<const PlacementTable> tables,
                                               std::span<const uint64_t> rows) {
     if (options.empty()) throw Error(Status(Code::bad_input, "open_local: no ranks; give one Options per rank."));
-    if (options.size() > static_cast<size_t>(ranks_max))
-        throw Error(Status(Code::bad_input, fmt::format("open_local: {} ranks; allowed: 1..{}.", options.size(), ranks_max)));
+    check_ranks_of_open_local(static_cast<int64_t>(options.size()));
     if (!tables.empty() && tables.size() != options.size())
         throw Error(Status(Code::bad_input, fmt::format("open_local: {} tables for {} ranks; give one per rank, or none.",
                                                         tables.size(), options.size())));
@@ -688,7 +694,7 @@ void Session::close() {
 
 // ------------------------------------------------------------------------------------------------------------ operations
 
-Operation& Session::Impl::post_dispatch(const DispatchArgs& args) {
+Operation& Session::Impl::post_dispatch(const DispatchArgs& args, const Status& refusal) {
     refuse_ended("dispatch");
     if (last_epoch >= layout::Word::epoch_max)
         throw Error(Status(Code::capacity, "the last epoch of this session is used up. Open a new one."));
@@ -702,6 +708,7 @@ Operation& Session::Impl::post_dispatch(const DispatchArgs& args) {
     op.epoch = epoch;
     op.deadline = deadline(args.timeout_ms);
     op.dispatch_args = args;
+    op.refusal = refusal;
     post(op);
     return op;
 }
@@ -747,8 +754,8 @@ void Session::Impl::begin(Operation& op) {
     try {
         if (op.is_dispatch) {
             ++rank->stats.dispatches;
-            op.dispatch.start(*rank, *op.flight, op.dispatch_args, untold);  // model: prior_told
-            untold = {};
+            const Status prior = std::exchange(untold, {});  // an older error goes first
+            op.dispatch.start(*rank, *op.flight, op.dispatch_args, prior.ok() ? op.refusal : prior);  // model: prior_told
         } else {
             ++rank->stats.combines;
             op.combine.start(*rank, *op.flight, op.combine_args);
@@ -908,7 +915,7 @@ void Session::Impl::take_end(Operation& op) {
 // is begun first, so that the others see the same whether the worker had come to it or not.
 void Session::Impl::withdraw(Operation& op, Code code) {
     if (op.state.load(std::memory_order_acquire) == Operation::State::posted) {
-        begin(op);
+        begin_posted();
         move(false);  // as post() would have: beyond its gate it can tell the others why
     }
     if (op.state.load(std::memory_order_acquire) == Operation::State::moving) {
@@ -930,16 +937,14 @@ void Session::Impl::withdraw(Operation& op, Code code) {
     op.state.store(Operation::State::none, std::memory_order_release);
 }
 
-bool Session::Impl::begin_posted(uint32_t& seen) {
-    const uint32_t now = posts.load(std::memory_order_acquire);  // pairs with tell_worker()
-    if (now == seen) return false;
-    seen = now;
-    for (;;) {  // in the order of epochs
+// In the order of epochs.
+void Session::Impl::begin_posted() {
+    for (;;) {
         Operation* next = nullptr;
         for (Operation& op : operations)
             if (op.state.load(std::memory_order_acquire) == Operation::State::posted && (!next || op.epoch < next->epoch))
                 next = &op;
-        if (!next) return true;
+        if (!next) return;
         begin(*next);
     }
 }
@@ -954,7 +959,9 @@ void Session::Impl::serve() {
     const auto look = [&](bool thorough) {
         while (turns.load(std::memory_order_relaxed) > 0) sched_yield();
         const std::lock_guard<std::mutex> lock(moving);
-        const bool is_new = begin_posted(seen);
+        const uint32_t now = posts.load(std::memory_order_acquire);  // pairs with tell_worker()
+        const bool is_new = std::exchange(seen, now) != now;
+        if (is_new) begin_posted();
         move(thorough);
         at = active.empty() ? never_ns : std::min(first_deadline(), alarm_ns.load(std::memory_order_relaxed));
         start = active.empty() ? 0 : active.front()->deadline.start_ns;
@@ -1001,19 +1008,9 @@ ExpertBatch Session::dispatch(const DispatchArgs& args) {
 
 void Session::refuse_dispatch(const Status& why, uint64_t tag, int64_t timeout_ms) {
     Impl& s = impl();
-    const uint64_t before = s.last_epoch;
-    bool is_first = false;  // an older error goes first
-    {
-        const Impl::Turn turn(s);
-        if (s.untold.ok()) s.untold = why, is_first = true;
-    }
-    try {
-        dispatch({.tag = tag, .timeout_ms = timeout_ms});
-    } catch (const Error&) {
-        const Impl::Turn turn(s);
-        if (is_first && s.last_epoch == before) s.untold = {};  // it has not begun: nobody was told
-        throw;
-    }
+    Operation& op = s.post_dispatch({.tag = tag, .timeout_ms = timeout_ms}, why);
+    s.wait(op, Impl::never_ns);
+    s.take_end(op);
     throw Error(why);
 }
 

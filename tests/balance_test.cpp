@@ -45,6 +45,9 @@ TEST(LoadStatistics, OfEvenAndOneSidedLoadsAreTheEndsOfTheirScales) {
     EXPECT_EQ(load_statistics(Loads{0, 0}).imbalance, 1.0);
     EXPECT_TRUE(load_statistics(Loads{0, 0}).hot.empty());
     EXPECT_TRUE(is_error(outcome_of([] { load_statistics(Loads{1}, 0); }), Code::bad_input, {"hot_factor is 0"}));
+    const uint64_t half = uint64_t{1} << 63;
+    EXPECT_TRUE(is_error(outcome_of([&] { load_statistics(Loads{half, half}); }), Code::bad_input, {"2^64"}));
+    EXPECT_EQ(load_statistics(Loads{half, half - 1}).total, ~uint64_t{0});
 }
 
 // -------------------------------------------------------------------------------------------------------- router's helpers
@@ -77,6 +80,10 @@ TEST(BiasUpdate, RaisesWhatIsBelowTheMeanAndLowersWhatIsAbove) {
     update_bias(bias, Loads{4, 4, 5}, 0.125F);  // the mean is no whole number
     EXPECT_EQ(bias, (std::vector<float>{0.75F, 0.625F, 0.25F}));
     EXPECT_TRUE(is_error(outcome_of([&] { update_bias(bias, Loads{1}, 1); }), Code::bad_input, {"3 experts", "1"}));
+    bias = {0, 0, 0};
+    const uint64_t half = uint64_t{1} << 63;  // sums and products of these need more than 64 bits
+    update_bias(bias, Loads{half, half - 1, half + 1}, 1);
+    EXPECT_EQ(bias, (std::vector<float>{0, 1, -1}));
 }
 
 TEST(Capacity, KeepsTheFirstOfEachExpertInOrderAndCountsTheRest) {
@@ -111,6 +118,20 @@ PlacementTable table_of(int64_t ranks, int64_t experts, std::vector<int32_t> exp
     t.expert_of = std::move(expert_of);
     t.parts = std::move(parts);
     return t;
+}
+
+TEST(PlacementTable, NumbersThatCannotBeAreRefusedWhereverTheyComeFrom) {
+    for (const auto& [ranks, experts] : {std::pair<int64_t, int64_t>{0, 1}, {4096, 1}, {2, -1}, {2, 0}, {2, (1 << 20) + 1}})
+        EXPECT_TRUE(is_error(outcome_of([&] { PlacementTable::contiguous(ranks, experts); }), Code::bad_input, {"1..4095"}));
+    for (const int32_t choice : {-1, 3, 1'000'000}) {
+        PlacementTable t = table_of(2, 2, {0, 1});
+        t.choice = static_cast<ReplicaChoice>(choice);
+        EXPECT_TRUE(is_error(outcome_of([&] { static_cast<void>(t.to_text()); }), Code::bad_input,
+                             {"choice is " + std::to_string(choice), "nearest"}));
+    }
+    EXPECT_TRUE(is_error(outcome_of([] { experts_of(0, 0, 4); }), Code::bad_input, {"rank 0 of 0"}));
+    EXPECT_TRUE(is_error(outcome_of([] { experts_of(2, 2, 4); }), Code::bad_input, {"rank 2 of 2"}));
+    EXPECT_TRUE(is_error(outcome_of([] { experts_of(0, 2, -1); }), Code::bad_input, {"-1 experts"}));
 }
 
 TEST(PlacementTable, SlotsThatItDoesNotHaveBelongToNobody) {
@@ -377,6 +398,13 @@ TEST(Planner, RefusesWhatCannotBe) {
     EXPECT_TRUE(refused({1, 1}, {.ranks = 2, .slots = 5}, {"5 slots"}));
     EXPECT_TRUE(refused({1, 1}, {.ranks = 0, .slots = 2}, {"0 ranks"}));
     EXPECT_TRUE(refused({}, {.ranks = 2, .slots = 2}, {"no loads"}));
+}
+
+TEST(Planner, GivesCoarserPartsWhereThereWouldBeTooMany) {
+    const int64_t experts = 300'000;  // two replicas with 64 parts for each would be 19.2 million parts
+    const PlacementTable t = plan_placement(Loads(static_cast<size_t>(experts), 2),
+                                            {.ranks = 2, .slots = 2 * experts, .choice = ReplicaChoice::least_loaded});
+    EXPECT_TRUE(t.check().ok()) << t.check().text();
 }
 
 TEST(WeightMoves, TakeFromTheHolderThatSendsLeast) {
@@ -686,6 +714,25 @@ TEST(MoveWeights, WhatOneRankFindsWrongAllHearInTheSameCallAndTheSessionLivesOn)
             }
         });
     }
+}
+
+TEST(MoveWeights, ARefusalIsThatOfTheCallAndNotOfADispatchThatIsUnderWay) {
+    const PlacementTable from = PlacementTable::contiguous(2, 3), to = table_of(2, 3, {0, 1, 0, 2});
+    Options o = weight_session_options(to, 8);
+    o.progress = ProgressBy::worker;  // it may not have come to the dispatch when move_weights is called
+    std::vector<Session> movers = Session::open_local(o, 2);
+    const std::vector<std::byte> old(64);
+    on_ranks(2, [&](int r) {
+        for (int round = 0; round < 50; ++round) {
+            Session& session = movers[static_cast<size_t>(r)];
+            PendingDispatch going = session.dispatch_async({.tag = 7});
+            std::vector<std::byte> into(64);
+            const auto call = [&] { move_weights(session, from, to, r == 0 ? 0 : 8, old.data(), into.data()); };
+            ASSERT_TRUE(is_error(outcome_of(call), Code::bad_input, {"rank 0: expert_bytes is 0"}));
+            const Outcome end = outcome_of([&] { going.get(); });  // and drops it, as the other rank does
+            ASSERT_EQ(end.code, Code::ok) << end.text;
+        }
+    });
 }
 
 // ------------------------------------------------------------------------------------------------------------------ C ABI

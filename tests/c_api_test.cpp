@@ -1367,4 +1367,24 @@ TEST(CExchange, BadCallsAreErrorsOnAllRanks) {
     for (sy_exchange*& e : group) ASSERT_DONE(sy_exchange_free(&e));
 }
 
+TEST(CExchange, RowsStayWithTheirExchangeWhateverElseIsWrong) {
+    const sy_exchange_options o = two_payloads();
+    sy_exchange *a = nullptr, *b = nullptr;
+    ASSERT_DONE(sy_exchange_open_local(&o, 1, &a));
+    ASSERT_DONE(sy_exchange_open_local(&o, 1, &b));
+    sy_send_args args{};
+    args.struct_size = sizeof args;
+    sy_received* received = nullptr;
+    ASSERT_DONE(sy_exchange_send(b, &args, &received));
+    sy_send_back_args back{};
+    back.struct_size = sizeof back;
+    EXPECT_REFUSED(SY_STALE, "another exchange", sy_exchange_send_back(a, &received, &back));
+    EXPECT_REFUSED(SY_STALE, "another exchange", sy_exchange_send_back(a, &received, nullptr));
+    ASSERT_NE(received, nullptr);
+    EXPECT_DONE(sy_exchange_send_back(b, &received, &back));
+    EXPECT_EQ(received, nullptr);
+    ASSERT_DONE(sy_exchange_free(&a));
+    ASSERT_DONE(sy_exchange_free(&b));
+}
+
 }  // namespace

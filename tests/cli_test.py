@@ -324,6 +324,9 @@ class Balance(InAFolder):
         write(bad, b'{"switchyard_placement": 1, "ranks": 2, "experts": 2, "expert_of": [0, 0]}')
         loads = os.path.join(self.folder, "loads")
         write(loads, b"[1, 2, 3]\n[1, 2]\n")
+        deep, heavy = os.path.join(self.folder, "deep"), os.path.join(self.folder, "heavy")
+        write(deep, b"[" + b"[" * 400_000 + b"]" * 400_000 + b"]\n")
+        write(heavy, b"[" + b",".join([b"%d" % 2 ** 48] * 20_000) + b"]\n")
         odd = [os.path.join(self.folder, f"odd{i}") for i in range(4)]
         for path, load in zip(odd, ("-3", "1.5", "99999999999999999999", '"7"')):
             write(path, f"[1, 2]\n[5, {load}]\n".encode())
@@ -333,6 +336,13 @@ class Balance(InAFolder):
                 (("plan",), "--balance"),
                 (("plan", "--balance", "--loads", "/nonexistent"), "/nonexistent"),
                 (("plan", "--balance", "--loads", loads), "line 2"),
+                (("plan", "--balance", "--ranks", 2, "--loads", deep), "expert 0 is a list"),
+                (("plan", "--balance", "--ranks", 2, "--loads", heavy), "line 1: more than 2^62 rows"),
+                (("plan", "--balance", "--expert-bytes", -5), "--expert-bytes"),
+                (("plan", "--balance", "--expert-bytes", 2 ** 63 - 1), "--expert-bytes"),
+                (("plan", "--balance", "--replicas", "nan"), "--replicas"),
+                (("plan", "--balance", "--hot", "nan"), "--hot"),
+                (("run", "--ranks", 2, "--bs", 2, "--h", 8, "--k", 2, "--loads", "/nonexistent/x"), "/nonexistent/x cannot be"),
                 (("plan", "--balance", "--slots", 1), "1 slots"),
                 (("plan", "--balance", "--choice", "any"), "--choice"),
                 (("plan", "--balance", "--from", bad), "expert 1 lies in no slot"),
@@ -400,6 +410,34 @@ class Landings(InAFolder):
     def test_accuracy_of_a_format_is_told_on_the_values_that_were_sent(self):
         said = self.right("run", "--ranks", 2, "--bs", 16, "--h", 256, "--k", 2, "--rounds", 1, "--quant-mode", "mxfp8_e4m3").stdout
         self.assertRegex(said, r"dispatch_quant mxfp8_e4m3: SNR \d+\.\d dB, error")
+        self.assertRegex(said, rf"dispatch_quant mxfp8_e4m3: .* of {16 * 256} values")
+        case = os.path.join(self.folder, "case")  # even routing: a rank has 16 tokens and receives 32 rows
+        self.right("gen", case, "--ranks", 2, "--bs", 16, "--h", 64, "--k", 2, "--dispatch-quant", "int8_token",
+                   "--combine-quant", "int8_block8")
+        said = self.right("run", case, "--rounds", 1).stdout
+        self.assertRegex(said, rf"dispatch_quant int8_token: .* of {16 * 64} values")
+        self.assertRegex(said, rf"combine_quant int8_block8: .* of {32 * 64} values")
+
+
+class Environment(InAFolder):
+    def test_options_of_the_environment_are_below_the_case_and_the_flags(self):
+        def shape(*arguments, **options):
+            environment = os.environ | {"SWITCHYARD_" + name.upper(): text for name, text in options.items()}
+            return self.right("run", *arguments, "--rounds", 1, env=environment).stdout.splitlines()[0]
+        made_up = ("--ranks", 2, "--bs", 4, "--h", 64, "--k", 2)
+        self.assertIn("E 8 ", shape(*made_up))
+        self.assertIn("E 6 ", shape(*made_up, experts="6"))
+        self.assertIn("E 5 ", shape(*made_up, "--experts", 5, experts="6"))
+        case = os.path.join(self.folder, "case")
+        self.right("gen", case, *made_up, "--experts", 4, "--dispatch-quant", "none", "--combine-quant", "none")
+        path = os.path.join(case, "case.json")
+        self.assertIn("E 4 ", shape(case, experts="6"))
+        shutil.rmtree(os.path.join(case, "golden"))  # of other formats
+        description = json.loads(read(path))
+        description.pop("dispatch_quant", None)
+        write(path, json.dumps(description).encode())
+        self.assertIn("dispatch none", shape(case))
+        self.assertIn("dispatch int8_token", shape(case, dispatch_quant="int8_token"))
 
 
 class Arguments(unittest.TestCase):

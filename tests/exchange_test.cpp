@@ -408,6 +408,37 @@ TEST(Exchange, ANullAnswerIsRefusedOnAllRanksWhateverTheSizeOfTheItem) {
     }
 }
 
+TEST(Exchange, ANegativeTimeoutIsRefusedWhateverTheItemsAre) {
+    for (const auto& [payloads, strategy] : {std::pair<std::vector<int64_t>, Landing>{{4}, Landing::in_place},
+                                             {{4, 4}, Landing::in_place},
+                                             {{3}, Landing::in_place},
+                                             {{3}, Landing::packed}})
+        for (const int64_t items : {0, 1}) {
+            std::vector<Exchange> group =
+                Exchange::open_local({.payload_bytes = payloads, .items_max = 1, .strategy = strategy}, 2);
+            const int64_t value = 5;
+            const int32_t index = 1;
+            on_ranks(2, [&](int r) {
+                const auto call = [&] {
+                    group[static_cast<size_t>(r)].send({.payloads = {&value, &value},
+                                                        .items = items,
+                                                        .expert_indices = &index,
+                                                        .timeout_ms = r == 0 ? -5 : 0});
+                };
+                EXPECT_TRUE(is_error(outcome_of(call), Code::bad_input, {"rank 0: timeout_ms is -5"}));
+            });
+        }
+}
+
+TEST(Exchange, MoreRanksThanThereCanBeAreRefusedBeforeMemoryIsMade) {
+    for (const int ranks : {0, -1, 4096, std::numeric_limits<int>::max()}) {
+        EXPECT_TRUE(is_error(outcome_of([&] { Exchange::open_local({.payload_bytes = {4}, .items_max = 1}, ranks); }),
+                             Code::bad_input, {"1..4095"}));
+        EXPECT_TRUE(is_error(outcome_of([&] { Session::open_local({.hidden = 1, .topk = 1, .experts = 1}, ranks); }),
+                             Code::bad_input, {"1..4095"}));
+    }
+}
+
 TEST(Exchange, CountsThatCannotBeAreNamedOnAllRanks) {
     std::vector<Exchange> group = Exchange::open_local({.payload_bytes = {4}, .items_max = 6}, 2);
     const int64_t negative[] = {-1, 2}, many[] = {5, 5}, one_each[] = {1, 1};

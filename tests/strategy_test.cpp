@@ -86,6 +86,9 @@ TEST(Estimates, CountHopsPeersRowsAndBytesByHand) {
     EXPECT_DOUBLE_EQ(us_of(all, Landing::in_place), 128);
     EXPECT_DOUBLE_EQ(us_of(all, Landing::packed), 0);
     EXPECT_EQ(all.front().us, 0) << "the cheapest first";
+    Calibration without_cache;  // no machine has none, but a file may say so
+    without_cache.cache_bytes = 0;
+    for (const Estimate& e : estimate_landings(o, 4, 0, without_cache)) EXPECT_TRUE(std::isfinite(e.us)) << e.why;
     // Ranks that share CPUs take turns.
     Calibration one = only(&Calibration::row);
     one.cpus = 1;

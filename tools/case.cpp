@@ -104,7 +104,6 @@ std::string text_of(const std::string& key, const nlohmann::json& value) {
 void read_description(const nlohmann::json& json, Case& c) {
     if (!json.is_object()) throw Mistake("not an object");
     c.ranks = static_cast<int>(to_number("ranks", text_of("ranks", json.at("ranks")), 1, ranks_max));
-    c.options.experts = 4 * int64_t{c.ranks};
     for (const auto& [key, value] : json.items()) {
         if (key == "tokens_per_rank") {
             for (const auto& tokens : value) c.tokens.push_back(to_number(key, text_of(key, tokens), 0, int64_t{1} << 31));
@@ -171,10 +170,13 @@ Case read_case(const std::filesystem::path& folder, const CaseFlags& flags) {
     if (!folder.empty() && !std::filesystem::is_directory(folder))
         throw Mistake(
             fmt::format("{} is not a folder; make a case there with: switchyard gen {}", folder.string(), folder.string()));
-    if (const Status s = set_options_from_environment(o); !s.ok()) throw Mistake(s.text());
     const bool described = !folder.empty() && std::filesystem::exists(description);
+    if (described) o.dispatch_quant = o.combine_quant = Format::none;  // it says what differs from the library's defaults
+    // A case of the sample's own generator overflows to infinity, as the sample does.
+    const bool as_the_sample =
+        !folder.empty() && !described && !flags.options.contains("mx_overflow") && !std::getenv("SWITCHYARD_MX_OVERFLOW");
+    if (const Status s = set_options_from_environment(o); !s.ok()) throw Mistake(s.text());
     if (described) {
-        o.dispatch_quant = o.combine_quant = Format::none;  // a description says what differs from the library's defaults
         try {
             read_description(nlohmann::json::parse(std::ifstream(description)), c);
         } catch (const nlohmann::json::exception& e) {
@@ -184,16 +186,14 @@ Case read_case(const std::filesystem::path& folder, const CaseFlags& flags) {
         }
     } else {
         if (!flags.ranks.empty()) c.ranks = static_cast<int>(to_number("--ranks", flags.ranks, 1, ranks_max));
-        o.experts = 4 * int64_t{c.ranks};
     }
+    if (o.experts == 0) o.experts = 4 * int64_t{c.ranks};
     if (!flags.ranks.empty() && to_number("--ranks", flags.ranks, 1, ranks_max) != c.ranks)
         throw Mistake(fmt::format("--ranks {} but the case has {}; leave --ranks out", flags.ranks, c.ranks));
     if (!flags.batch.empty()) c.tokens = to_batches(flags.batch, c.ranks);
     if (c.tokens.empty()) c.tokens.assign(static_cast<size_t>(c.ranks), batch);
     for (const auto& [name, text] : flags.options) apply(o, name, text);
-    // A case of the sample's own generator overflows to infinity, as the sample does.
-    if (!folder.empty() && !described && !flags.options.contains("mx_overflow") && o.dispatch_quant == Format::mxfp8_e5m2)
-        o.mx_overflow = MxOverflow::inf;
+    if (as_the_sample && o.dispatch_quant == Format::mxfp8_e5m2) o.mx_overflow = MxOverflow::inf;
     if (!flags.timeout.empty()) o.timeout_ms = to_milliseconds(flags.timeout);
     if (!flags.seed.empty()) c.seed = static_cast<uint64_t>(to_number("--seed", flags.seed, 0, INT64_MAX));
     if (!flags.routing.empty()) {

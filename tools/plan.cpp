@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -24,6 +25,7 @@ std::vector<Loads> read_loads(const std::string& path) {
     std::ifstream in(path);
     if (!in) throw Mistake(fmt::format("{} cannot be read", path));
     std::vector<Loads> lines;
+    uint64_t in_all = 0;
     std::string text;
     for (int number = 1; std::getline(in, text); ++number) {
         if (text.find_first_not_of(" \t\r") == std::string::npos) continue;
@@ -32,11 +34,17 @@ std::vector<Loads> read_loads(const std::string& path) {
             const nlohmann::json& experts = line.is_array() ? line : line.at("experts");
             Loads loads;
             for (const nlohmann::json& load : experts) {
-                constexpr uint64_t most = uint64_t{1} << 48;  // sums of a million of them fit 64 bits
-                if (!load.is_number_unsigned() || load.get<uint64_t>() > most)
+                constexpr uint64_t most = uint64_t{1} << 48;
+                if (!load.is_number_unsigned() ||
+                    load.get<uint64_t>() > most)  // what holds others is as deep as the file likes
                     throw Mistake(fmt::format("{}, line {}: the load of expert {} is {}; allowed: whole numbers 0..{}", path,
-                                              number, loads.size(), load.dump(), most));
+                                              number, loads.size(), load.is_structured() ? "a list or an object" : load.dump(),
+                                              most));
                 loads.push_back(load.get<uint64_t>());
+                in_all += loads.back();
+                if (in_all > uint64_t{1} << 62)
+                    throw Mistake(
+                        fmt::format("{}, line {}: more than 2^62 rows up to here; scale the loads down", path, number));
             }
             lines.push_back(std::move(loads));
         } catch (const nlohmann::json::exception&) {
@@ -169,11 +177,13 @@ int plan_command(int argc, char** argv) {
         ->type_name("FACTOR");
     app.add_option("--from", from_path, "the table in use; default: none, experts lie in order")->type_name("TABLE.json");
     app.add_option("--expert-bytes", expert_bytes, "weights of one expert; default: 3 x hidden x 2048 bytes")
+        ->check(CLI::Range(int64_t{0}, int64_t{1} << 40))
         ->type_name("BYTES");
     app.add_option("--write", write_path, "where the table is written")->type_name("TABLE.json");
     app.add_flag("--json", json, "one JSON object instead of the table");
     flags.add_to(app);
     if (const int code = parse(app, argc, argv); code >= 0) return code;
+    if (std::isnan(replicas) || std::isnan(hot)) throw Mistake("--replicas and --hot are numbers");
     if (balance + landings + calibrates != 1) throw Mistake("say what to plan: --balance, --landings or --calibrate");
     try {
         if (calibrates) return calibrate_machine(json);

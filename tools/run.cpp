@@ -268,8 +268,7 @@ void play_rank(const Case& c, const RunFlags& run, bool& met) {
             {"snr_db", std::isinf(a.snr_db) ? 999.0 : a.snr_db}, {"text", a.text()}, {"poor", a.is_poor()}};
     };
     accuracy("dispatch_quant", in.x, tokens, c.options.dispatch_format());
-    accuracy("combine_quant", in.y,
-             static_cast<int64_t>(in.y.size()) / std::max<int64_t>(c.options.hidden * c.token_bytes(), 1),
+    accuracy("combine_quant", in.y, static_cast<int64_t>(in.y.size()) / std::max<int64_t>(c.token_bytes(), 1),
              c.options.combine_format());
     if (group.rank == 0)
         message["loads"] = {{"dispatches", loads.dispatches}, {"experts", loads.experts}, {"ranks", loads.ranks}};
@@ -481,6 +480,13 @@ void print_waits(const std::vector<nlohmann::json>& ranks) {
         fmt::print("no rank stands out\n");
 }
 
+bool append(const std::string& path, const std::string& text) {
+    std::ofstream file(path, std::ios::app);
+    file << text;
+    file.close();
+    return static_cast<bool>(file);
+}
+
 int parent_main(const RunFlags& run, const Case& c, char** argv) {
     std::vector<nlohmann::json> results(static_cast<size_t>(c.ranks));
     std::vector<int> done(results.size());
@@ -550,11 +556,11 @@ int parent_main(const RunFlags& run, const Case& c, char** argv) {
         nlohmann::json line = results[0]["loads"];
         line["routing"] = c.routing;
         line["seed"] = c.seed;
-        const std::string text = line_of(line) + "\n";
-        std::ofstream file(run.loads, std::ios::app);
-        file << text;
-        file.close();
-        if (!file) throw Mistake(fmt::format("{} cannot be written", run.loads));
+        if (!append(run.loads,
+                    line_of(line) + "\n")) {  // it could be before the run; that one is no reason to hide the results
+            to_stderr("switchyard run: {} cannot be written\n", run.loads);
+            right = false;
+        }
     }
     if (run.json) {
         for (const auto& r : results) fmt::print("{}\n", r.dump());
@@ -615,6 +621,7 @@ int run(RunFlags run, char** argv) {
 
     if (!c.folder.empty()) check_input_files(c);
     if (!run.trace.empty()) write_file(run.trace, "", 0);  // now: not after all rounds
+    if (!run.loads.empty() && !append(run.loads, "")) throw Mistake(fmt::format("{} cannot be written", run.loads));
     if (!run.output.empty()) {
         for (const char* part : {"input", "golden"})
             if (std::error_code none; std::filesystem::equivalent(run.output, c.folder / part, none))

@@ -31,7 +31,7 @@ struct LoadStatistics {
 ///   gini = sum over i of (2i - n - 1) x_i / (n * sum of x), x ascending, i = 1..n     (Gini 1912, sorted form)
 ///
 /// `hot_factor` > 0 says from which multiple of the mean on an index is called hot. Empty loads give the defaults. Allocates
-/// the result. Throws bad_input for a hot_factor that is not above 0.
+/// the result. Throws bad_input for a hot_factor that is not above 0, or loads of 2^64 and more in all.
 SY_API LoadStatistics load_statistics(std::span<const uint64_t> loads, double hot_factor = 2.0);
 
 /// The auxiliary loss of the Switch Transformer (Fedus, Zoph, Shazeer 2021, arXiv 2101.03961, equations 4 to 6), for K experts

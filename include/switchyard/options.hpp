@@ -102,6 +102,7 @@ struct ExpertRange {
     int64_t last;
     int64_t count() const { return last - first; }
 };
+/// Throws bad_input when there is no such rank, or experts is negative.
 SY_API ExpertRange experts_of(int64_t rank, int64_t ranks, int64_t experts);
 
 }  // namespace switchyard

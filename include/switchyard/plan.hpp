@@ -50,7 +50,7 @@ struct SY_API PlacementTable {
     std::string to_text() const;
     static PlacementTable from_text(std::string_view text);
 
-    /// What a session does without a table: S = E, expert s in slot s.
+    /// What a session does without a table: S = E, expert s in slot s. Throws bad_input outside 1..4095 ranks, 1..2^20 experts.
     static PlacementTable contiguous(int64_t ranks, int64_t experts);
 
     bool operator==(const PlacementTable&) const = default;

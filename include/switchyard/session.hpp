@@ -282,11 +282,12 @@ class SY_API Session {
                                        int64_t expert_bytes, const void* old_weights, void* new_weights);
     /// Refuses the next dispatch on all ranks, with this reason. Throws it, or what dispatch throws.
     [[noreturn]] void refuse_dispatch(const Status& why, uint64_t tag, int64_t timeout_ms);
-    /// With a number for what rows are made of, which is compared like an option.
+    static void check_ranks_of_open_local(int64_t ranks);
     // As x(), for who goes on to dispatch whatever becomes of it: null where there is no place, or it is not free in time.
     // Leaves in timeout_ms what is left of it.
     void* x_if_free(int64_t& timeout_ms);
-    // `refusal`: what the caller has found wrong itself, for all ranks to hear.
+    // `rows`: a number for what rows are made of, which is compared like an option. `refusal`: what the caller has found wrong
+    // itself, for all ranks to hear.
     static Session open_rows(const Options& options, const Group& group, uint64_t rows, const Status& refusal);
     static std::vector<Session> open_local_rows(std::span<const Options> options, std::span<const PlacementTable> tables,
                                                 std::span<const uint64_t> rows);

@@ -183,6 +183,11 @@ Status check_options(const Options& o, int64_t ranks) {
 }
 
 ExpertRange experts_of(int64_t rank, int64_t ranks, int64_t experts) {
+    if (ranks < 1 || rank < 0 || rank >= ranks || experts < 0)
+        throw Error(
+            Status(Code::bad_input, fmt::format("experts_of: rank {} of {} with {} experts; allowed: rank 0..ranks-1 and 0 or "
+                                                "more experts.",
+                                                rank, ranks, experts)));
     const int64_t each = experts / ranks;
     const int64_t extra = experts % ranks;  // the first `extra` ranks own one more
     const int64_t first = rank * each + std::min(rank, extra);

@@ -33,7 +33,9 @@ LoadStatistics load_statistics(std::span<const uint64_t> loads, double hot_facto
     LoadStatistics s;
     if (loads.empty()) return s;
     const auto n = static_cast<double>(loads.size());
-    s.total = std::accumulate(loads.begin(), loads.end(), uint64_t{0});
+    for (const uint64_t load : loads)
+        if (__builtin_add_overflow(s.total, load, &s.total))
+            refuse("load_statistics: the loads are 2^64 rows or more in all; allowed: fewer.");
     s.mean = static_cast<double>(s.total) / n;
     s.max = *std::max_element(loads.begin(), loads.end());
     if (s.total == 0) return s;
@@ -76,9 +78,10 @@ void update_bias(std::span<float> bias, std::span<const uint64_t> loads, float r
     if (bias.size() != loads.size())
         refuse(
             fmt::format("update_bias: bias has {} experts and loads {}; give both of one model.", bias.size(), loads.size()));
-    const uint64_t total = std::accumulate(loads.begin(), loads.end(), uint64_t{0});
+    using Wide = unsigned __int128;  // any loads: exact
+    const Wide total = std::accumulate(loads.begin(), loads.end(), Wide{0});
     for (size_t e = 0; e < bias.size(); ++e) {
-        const uint64_t scaled = loads[e] * loads.size();  // compared with the total as load is with the mean
+        const Wide scaled = Wide{loads[e]} * loads.size();  // compared with the total as load is with the mean
         if (scaled < total) bias[e] += rate;
         if (scaled > total) bias[e] -= rate;
     }

@@ -46,7 +46,7 @@ Amounts amounts_of(const Options& o, int64_t ranks, int64_t tokens, Way way, con
     const layout::RowLayout row = layout::row_layout(o.dispatch_quant, o.dtype, o.hidden);
     const double row_kib = static_cast<double>(row.payload_bytes + row.scale_bytes()) / 1024;
     const auto t = static_cast<double>(tokens), r = static_cast<double>(ranks), k = static_cast<double>(o.topk);
-    const double rows = t * k, cache_kib = static_cast<double>(c.cache_bytes) / 1024;
+    const double rows = t * k, cache_kib = static_cast<double>(std::max<int64_t>(c.cache_bytes, 1)) / 1024;
     double write_cache = 0, write_memory = 0, read_cache = 0, read_memory = 0;
     // Rows of a pass lie in cache or in memory by the size of what it goes through, with a slope between.
     const auto in_memory = [&](double rows_in_all) {

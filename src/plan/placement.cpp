@@ -16,6 +16,8 @@ constexpr int32_t parts_max = 4096;
 constexpr int64_t slots_max = int64_t{1} << 20;
 constexpr std::array<std::string_view, 3> choice_names = {"round_robin", "nearest", "least_loaded"};
 
+constexpr int64_t parts_in_all_max = int64_t{1} << 24;  // a session lays a place out for each
+
 [[noreturn]] void refuse(std::string text) {
     throw Error(Status(Code::bad_input, std::move(text)));
 }
@@ -83,7 +85,6 @@ Status PlacementTable::check() const {
     }
     for (int64_t e = 0; e < experts; ++e)
         if (last_holder[index(e)] < 0) return bad(fmt::format("expert {} lies in no slot.", e));
-    constexpr int64_t parts_in_all_max = int64_t{1} << 24;  // a session lays a place out for each
     if (parts_in_all > parts_in_all_max)
         return bad(
             fmt::format("it has {} parts in all; allowed: {}. Halve the parts of every slot.", parts_in_all, parts_in_all_max));
@@ -103,6 +104,9 @@ uint64_t PlacementTable::hash() const {
 }
 
 PlacementTable PlacementTable::contiguous(int64_t ranks, int64_t experts) {
+    if (ranks < 1 || ranks > ranks_max || experts < 1 || experts > slots_max)
+        refuse(fmt::format("placement table: {} ranks and {} experts; allowed: 1..{} and 1..{}.", ranks, experts, ranks_max,
+                           slots_max));
     PlacementTable t;
     t.ranks = ranks;
     t.experts = experts;
@@ -114,6 +118,9 @@ PlacementTable PlacementTable::contiguous(int64_t ranks, int64_t experts) {
 // ------------------------------------------------------------------------------------------------------------------ text
 
 std::string PlacementTable::to_text() const {
+    if (static_cast<int64_t>(choice) < 0 || static_cast<int64_t>(choice) >= static_cast<int64_t>(choice_names.size()))
+        refuse(fmt::format("placement table: choice is {}; allowed: {}.", static_cast<int64_t>(choice),
+                           fmt::join(choice_names, ", ")));
     std::string text = fmt::format(
         "{{\"switchyard_placement\": 1, \"ranks\": {}, \"experts\": {}, \"choice\": \"{}\",\n"
         " \"expert_of\": [{}]",
@@ -552,13 +559,27 @@ void choose_parts(PlacementTable& t, std::span<const uint64_t> loads) {
         }
         if (moved <= 1e-6 * all) break;
     }
-    // Whole parts: each at least 1, the rest to the largest remainders.
+    // Whole parts: each at least 1, the rest to the largest remainders. Coarser ones where all of them would be too many.
     t.parts.assign(t.expert_of.size(), 1);
+    int fineness = 64;
+    const auto parts_of = [&](size_t replicas) {
+        const auto n = static_cast<int64_t>(replicas);
+        return std::clamp<int64_t>(std::max<int64_t>(fineness, fineness / 16 * n), n, parts_max);
+    };
+    for (;; fineness /= 2) {
+        int64_t in_all = 0;
+        for (int64_t e = 0; e < t.experts; ++e) {
+            const size_t n = slots.of(e).size();
+            in_all += static_cast<int64_t>(n);  // of shares below one part
+            if (n > 1 && loads[index(e)] > 0) in_all += parts_of(n);
+        }
+        if (in_all <= parts_in_all_max) break;
+    }
     std::vector<std::pair<double, int32_t>> remainders;
     for (int64_t e = 0; e < t.experts; ++e) {
         const std::span<const int32_t> mine = slots.of(e);
         if (mine.size() < 2 || loads[index(e)] == 0) continue;
-        const auto total = std::min<int64_t>(std::max<int64_t>(64, 4 * static_cast<int64_t>(mine.size())), parts_max);
+        const int64_t total = parts_of(mine.size());
         int64_t given = 0;
         remainders.clear();
         for (const int32_t s : mine) {
