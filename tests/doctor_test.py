@@ -18,6 +18,7 @@ SWITCHYARD = sys.argv[1]
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CHECKS = ["build", "cpus", "kernels", "memory", "overcommit", "open files", "address space", "file size", "locked memory", "threads", "/dev/shm",
           "huge pages", "NUMA", "kernel", "namespaces", "job"]
+SANITIZED = "SY_TEST_SANITIZED" in os.environ
 WATCHDOG_S = 240  # ends what hangs; no test depends on it otherwise
 
 
@@ -138,6 +139,7 @@ class Checks(unittest.TestCase):
         checks = self.doctor("--ranks", 8, "--no-probe", before=("prlimit", "--nofile=20:4096"))
         self.assertRegex(checks["open files"]["cure"], r"^ulimit -n \d+")
 
+    @unittest.skipIf(SANITIZED, "the sanitizer itself needs files")
     def test_open_files_are_what_a_group_really_needs(self):
         shape = ("--ranks", 6, "--h", 8, "--k", 2, "--bs", 1, "--no-probe")
         need = self.doctor(*shape)["open files"]["facts"]["need"]
@@ -155,6 +157,7 @@ class Checks(unittest.TestCase):
         self.assertIn("--fsize=", checks["file size"]["cure"])
         self.assertEqual(self.doctor("--ranks", 2, "--no-probe", before=("prlimit", "--fsize=unlimited"))["file size"]["level"], "ok")
 
+    @unittest.skipIf(SANITIZED, "the sanitizer itself needs terabytes of addresses")
     def test_address_space(self):
         shape = ("--ranks", 3, "--tokens-max", 4096)
         need = self.doctor(*shape, "--no-probe", before=("prlimit", "--as=unlimited"))["address space"]["facts"]["need"]

@@ -229,7 +229,7 @@ void World::happen(const Event& e) {
     const auto to = static_cast<size_t>(e.to);
     switch (e.kind) {
         case Event::Kind::bytes:
-            std::memcpy(windows_[to] + e.offset, e.bytes.data(), e.bytes.size());
+            std::copy(e.bytes.begin(), e.bytes.end(), windows_[to] + e.offset);
             log_.note(e.due, "{} bytes of rank {} arrive at rank {} at {}", e.bytes.size(), e.from, e.to, e.offset);
             log_.add(e.bytes.data(), e.bytes.size());
             return;
