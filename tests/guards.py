@@ -615,7 +615,9 @@ def targets_of(test):
         return ["switchyard_cli"]
     file = KNOWN[plain(test)]
     if file is None:
-        return [] if test.startswith("Layers.") else ["switchyard_cli", "switchyard_bench"]  # all that is installed
+        if test.startswith("Layers."):
+            return []
+        return ["switchyard_cli", "switchyard_bench", "switchyard_kernels", "switchyard_overlap"]  # all that is installed
     if file.suffix == ".cpp":
         return [file.stem]
     return ["switchyard_cli", "switchyard_bench"] if file.stem in ("bench_test", "report_test") else ["switchyard_cli"]
