@@ -259,7 +259,7 @@ Exchange Exchange::open(const ExchangeOptions& options, const Group& group) {
 
 std::vector<Exchange> Exchange::open_local(const ExchangeOptions& options, int ranks) {
     Session::check_ranks_of_open_local(ranks);
-    return open_local(std::vector<ExchangeOptions>(static_cast<size_t>(std::max(ranks, 0)), options));
+    return open_local(std::vector<ExchangeOptions>(static_cast<size_t>(ranks), options));
 }
 
 std::vector<Exchange> Exchange::open_local(std::span<const ExchangeOptions> options) {
@@ -411,8 +411,11 @@ int64_t part_at(const std::vector<int64_t>& parts, int p) {
 
 }  // namespace
 
-const std::vector<int64_t>& Received::parts() const {
+void Received::refuse_stale() const {
     if (!exchange_) refuse(Code::stale, "the rows of this send have been sent back, or moved away.");
+}
+const std::vector<int64_t>& Received::parts() const {
+    refuse_stale();
     return *parts_;
 }
 int64_t Received::rows() const {
@@ -434,22 +437,22 @@ std::span<const int32_t> Received::source_info() const {
     return batch_.assist_info_for_combine();
 }
 std::span<const int64_t> Received::recv_counts() const {
-    static_cast<void>(parts());  // stale?
+    refuse_stale();
     return recv_counts_;
 }
 std::span<const int64_t> Received::recv_offsets() const {
     return batch_.expert_offsets();
 }
 std::span<const int64_t> Received::send_counts() const {
-    static_cast<void>(parts());  // stale?
+    refuse_stale();
     return send_counts_;
 }
 std::span<const int64_t> Received::send_offsets() const {
-    static_cast<void>(parts());  // stale?
+    refuse_stale();
     return send_offsets_;
 }
 std::span<const int64_t> Received::permutation() const {
-    static_cast<void>(parts());  // stale?
+    refuse_stale();
     return permutation_;
 }
 uint64_t Received::epoch() const {

@@ -621,7 +621,7 @@ void Session::check_ranks_of_open_local(int64_t ranks) {
 
 std::vector<Session> Session::open_local(const Options& options, int ranks) {
     check_ranks_of_open_local(ranks);
-    return open_local(std::vector<Options>(static_cast<size_t>(std::max(ranks, 0)), options));
+    return open_local(std::vector<Options>(static_cast<size_t>(ranks), options));
 }
 
 std::vector<Session> Session::open_local(const Options& options, const PlacementTable& table) {

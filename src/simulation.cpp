@@ -1042,8 +1042,13 @@ void Game::end(Player& p, Call call, Progress progress) {
         status = call.is_dispatch ? slot.dispatch.status() : slot.combine.status();
         if (status.ok()) fail("rank {}: call of round {} failed without a reason", p.rank, call.round + 1);
     }
-    if (status.ok()) p.ending(call).lost = slot.flight.lost;
-    note_end(p, call.is_dispatch ? "dispatch" : "combine", call.round, p.ending(call), status);
+    Ending& e = p.ending(call);
+    const char* const what = call.is_dispatch ? "dispatch" : "combine";
+    if (status.ok()) e.lost = slot.flight.lost;
+    note_end(p, what, call.round, e, status);
+    for (const Player& q : players_)
+        if (e.goes_without(q.rank) && q.died_at < 0)
+            fail("rank {}: {} {} goes without rank {}, which lives", p.rank, what, call.round + 1, q.rank);
     if (!call.is_dispatch && slot.combine.untold())
         p.untold = Status(status.code(),
                           fmt::format("rank {}: its combine of epoch {} failed after this rank's rows had been offered: {}",
@@ -1190,8 +1195,6 @@ void Game::check_out(Player& p, int of_round, const char* what) {
     std::vector<int32_t> slots = in.slots;
     for (int q = 0; q < scenario_.ranks; ++q) {
         if (!e.goes_without(q)) continue;
-        if (const int64_t died_at = players_[static_cast<size_t>(q)].died_at; died_at < 0 || died_at > e.end)
-            fail("rank {}: combine {} goes without rank {}, which lived", p.rank, of_round + 1, q);
         const ExpertRange range = experts_of(q, scenario_.ranks, options.experts);
         for (size_t n = 0; n < slots.size(); ++n)
             if (slots[n] >= range.first && slots[n] < range.last)
@@ -1200,13 +1203,10 @@ void Game::check_out(Player& p, int of_round, const char* what) {
     check_same(p, of_round, "missing", p.missing[i].data(), missing.data(), missing.size() * sizeof(int32_t));
     solve(scenario_, *values_, r, of_round);
     std::vector<std::byte> want = r.combined[me];
-    if (slots != in.slots && r.as_rows)
-        for (size_t n = 0; n < slots.size(); ++n) {
-            if (slots[n] < 0)
-                std::memset(want.data() + n * values_->row_bytes(), std::to_integer<int>(stale), values_->row_bytes());
-        }
-    else if (slots != in.slots)
-        want = combined_of(scenario_, *values_, r, of_round, p.rank, slots.data());
+    if (!r.as_rows && slots != in.slots) want = combined_of(scenario_, *values_, r, of_round, p.rank, slots.data());
+    const size_t bytes = values_->row_bytes();
+    for (size_t n = 0; r.as_rows && n < slots.size(); ++n)  // rows of unused slots are left alone
+        if (slots[n] < 0) std::memset(want.data() + n * bytes, std::to_integer<int>(stale), bytes);
     check_same(p, of_round, what, p.out[i].data(), want.data(), want.size());
 }
 
@@ -1218,8 +1218,6 @@ void Game::check_batch(Player& p, int of_round) {
     std::optional<reference::Received> without;
     for (int q = 0; q < scenario_.ranks; ++q) {
         if (!e.goes_without(q)) continue;
-        if (const int64_t died_at = players_[static_cast<size_t>(q)].died_at; died_at < 0 || died_at > e.end)
-            fail("rank {}: dispatch {} goes without rank {}, which lived", p.rank, of_round + 1, q);
         if (!without) without = all;
         blank(*without, q);
     }

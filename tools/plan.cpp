@@ -35,11 +35,12 @@ std::vector<Loads> read_loads(const std::string& path) {
             Loads loads;
             for (const nlohmann::json& load : experts) {
                 constexpr uint64_t most = uint64_t{1} << 48;
-                if (!load.is_number_unsigned() ||
-                    load.get<uint64_t>() > most)  // what holds others is as deep as the file likes
+                if (!load.is_number_unsigned() || load.get<uint64_t>() > most) {
+                    // What holds others is not printed: that recurs as deep as the file likes.
+                    const std::string seen = load.is_structured() ? "a list or an object" : load.dump();
                     throw Mistake(fmt::format("{}, line {}: the load of expert {} is {}; allowed: whole numbers 0..{}", path,
-                                              number, loads.size(), load.is_structured() ? "a list or an object" : load.dump(),
-                                              most));
+                                              number, loads.size(), seen, most));
+                }
                 loads.push_back(load.get<uint64_t>());
                 in_all += loads.back();
                 if (in_all > uint64_t{1} << 62)

@@ -480,6 +480,7 @@ void print_waits(const std::vector<nlohmann::json>& ranks) {
         fmt::print("no rank stands out\n");
 }
 
+// Whether the text, perhaps none, now stands at the end of the file.
 bool append(const std::string& path, const std::string& text) {
     std::ofstream file(path, std::ios::app);
     file << text;
@@ -556,8 +557,7 @@ int parent_main(const RunFlags& run, const Case& c, char** argv) {
         nlohmann::json line = results[0]["loads"];
         line["routing"] = c.routing;
         line["seed"] = c.seed;
-        if (!append(run.loads,
-                    line_of(line) + "\n")) {  // it could be before the run; that one is no reason to hide the results
+        if (!append(run.loads, line_of(line) + "\n")) {  // as it could before the run: results are shown all the same
             to_stderr("switchyard run: {} cannot be written\n", run.loads);
             right = false;
         }

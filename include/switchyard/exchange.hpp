@@ -124,6 +124,7 @@ class SY_API Received {
 
  private:
     friend class Exchange;
+    void refuse_stale() const;
     const std::vector<int64_t>& parts() const;
 
     std::shared_ptr<void> exchange_;

@@ -282,6 +282,7 @@ class SY_API Session {
                                        int64_t expert_bytes, const void* old_weights, void* new_weights);
     /// Refuses the next dispatch on all ranks, with this reason. Throws it, or what dispatch throws.
     [[noreturn]] void refuse_dispatch(const Status& why, uint64_t tag, int64_t timeout_ms);
+    // Before anything is made for each of them.
     static void check_ranks_of_open_local(int64_t ranks);
     // As x(), for who goes on to dispatch whatever becomes of it: null where there is no place, or it is not free in time.
     // Leaves in timeout_ms what is left of it.
