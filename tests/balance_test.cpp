@@ -80,10 +80,13 @@ TEST(BiasUpdate, RaisesWhatIsBelowTheMeanAndLowersWhatIsAbove) {
     update_bias(bias, Loads{4, 4, 5}, 0.125F);  // the mean is no whole number
     EXPECT_EQ(bias, (std::vector<float>{0.75F, 0.625F, 0.25F}));
     EXPECT_TRUE(is_error(outcome_of([&] { update_bias(bias, Loads{1}, 1); }), Code::bad_input, {"3 experts", "1"}));
+    const uint64_t half = uint64_t{1} << 63;
+    bias = {0, 0};
+    update_bias(bias, Loads{half, 0}, 1);  // load * E needs more than 64 bits
+    EXPECT_EQ(bias, (std::vector<float>{-1, 1}));
     bias = {0, 0, 0};
-    const uint64_t half = uint64_t{1} << 63;  // sums and products of these need more than 64 bits
-    update_bias(bias, Loads{half, half - 1, half + 1}, 1);
-    EXPECT_EQ(bias, (std::vector<float>{0, 1, -1}));
+    update_bias(bias, Loads{half, half, 0}, 1);  // and so does the total
+    EXPECT_EQ(bias, (std::vector<float>{-1, -1, 1}));
 }
 
 TEST(Capacity, KeepsTheFirstOfEachExpertInOrderAndCountsTheRest) {
